@@ -1,0 +1,67 @@
+# `make demo`, `make test`, `make lint` and `make bench` need only make and Python (3.11 or newer): each makes the
+# virtual environment .venv and installs what it needs there, once. `make PYTHON=python3.12 test` picks an interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMPS := $(VENV)/.stamps
+
+# Fastest on two cores; `make test PYTEST_ARGS='-m "not slow"'` adds options.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: help demo test lint types format bench clean
+.NOTPARALLEL:
+.SECONDARY:
+
+help:
+	@echo "make demo    run the guided example"
+	@echo "make test    run all tests, slow sweeps included (WORKERS=$(WORKERS), PYTEST_ARGS=...)"
+	@echo "make lint    check style, format and types"
+	@echo "make format  rewrite the sources in the project's format"
+	@echo "make bench   run the benchmarks"
+	@echo "make clean   remove build results and caches (the environment stays)"
+
+demo: $(STAMPS)/examples
+	$(BIN)/python examples/demo.py
+
+test: $(STAMPS)/test $(STAMPS)/examples
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory types
+
+# mypy finds neither a package whose folder has another name nor one behind an editable install's import hook, so it is
+# shown the packages, and nothing else of the repository, under the name that they are installed as.
+TYPED := build/typing/microtome
+types: $(STAMPS)/dev
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)
+	@for part in __init__.py py.typed bridge jax_impl torch_api; do ln -s ../../../$$part $(TYPED)/$$part; done
+	MYPYPATH=build/typing $(BIN)/mypy -p microtome
+
+format: $(STAMPS)/dev
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(STAMPS)/bench
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf build dist microtome.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# The build backend and torch come first, each as a step of its own: with torch settled, nothing that depends on it
+# can pull another build of it, and with the backend in place no step needs a build environment of its own.
+$(STAMPS)/base: constraints.txt
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt setuptools
+	$(PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
+	mkdir -p $(STAMPS) && touch $@
+
+# One stamp for each extra of pyproject.toml.
+$(STAMPS)/%: $(STAMPS)/base pyproject.toml
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$*]'
+	touch $@

@@ -1,0 +1,1 @@
+"""Values and functions across torch and JAX."""

@@ -1,0 +1,172 @@
+"""A recorded torch function: ATen nodes over numbered values, and their execution by JAX.
+
+A recording holds the forward pass and, where it was asked for, the vector-Jacobian product that torch's own autograd
+recorded behind it. The nodes that do not depend on the cotangents are the forward half; of their results, those that
+the other half reads are the residuals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from .lowerings import find_lowering
+from .values import jax_dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ref:
+    """The result of node ``node``; ``item`` picks one of several results."""
+
+    node: int
+    item: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Const:
+    """A tensor that was made during the recording and depends on no input: a snapshot of its values."""
+
+    array: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meta:
+    """Dtype and shape that eager torch gives a tensor, and the device that it lives on."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device = torch.device("cpu")
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Meta:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.device)
+
+    @property
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.shape, jax_dtype(self.dtype))
+
+    @property
+    def differentiable(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """One ATen op call. ``leaves`` are its flattened arguments, in which a Ref or a Const stands for a tensor."""
+
+    op: torch._ops.OpOverload
+    leaves: tuple[Any, ...]
+    spec: Any
+    results: tuple[Meta | None, ...]
+    single: bool
+    draw: int | None
+    line: str
+
+    def refs(self) -> Iterable[int]:
+        return (leaf.node for leaf in self.leaves if type(leaf) is Ref)
+
+
+Value = Ref | Const
+
+
+@dataclasses.dataclass
+class Graph:
+    """``nodes[i] is None`` marks an input: an argument, a captured tensor or a cotangent."""
+
+    nodes: list[Node | None]
+    inputs: list[int]
+    captured: list[int]
+    cotangents: list[int]
+    outputs: list[Value]
+    output_metas: list[Meta]
+    differentiable: list[bool]
+    gradients: list[Value | None]
+    mutations: list[tuple[int, Value]]  # (index into the captured tensors, the value that it ends with)
+
+    def __post_init__(self) -> None:
+        roots = [*self.outputs, *(value for _, value in self.mutations)]
+        forward = self._live(roots)
+        backward = self._live([g for g in self.gradients if g is not None])
+        after = set(self.cotangents)
+        for i, node in enumerate(self.nodes):
+            if node is not None and any(r in after for r in node.refs()):
+                after.add(i)
+        numbered = [i for i, node in enumerate(self.nodes) if node is not None]
+        self.forward_nodes = [i for i in numbered if i in forward]
+        self.saving_nodes = [i for i in numbered if i in forward or (i in backward and i not in after)]
+        self.backward_nodes = [i for i in numbered if i in backward and i in after]
+        inner = set(self.saving_nodes)
+        read = {Ref(leaf.node, leaf.item) for i in self.backward_nodes for leaf in self._refs(i) if leaf.node in inner}
+        read |= {g for g in self.gradients if type(g) is Ref and g.node in inner}
+        self.saved = sorted(read, key=lambda ref: (ref.node, ref.item or 0))
+        self.draws = any(self.nodes[i].draw is not None for i in numbered)  # type: ignore[union-attr]
+
+    def _refs(self, i: int) -> Iterable[Ref]:
+        node = self.nodes[i]
+        return () if node is None else (leaf for leaf in node.leaves if type(leaf) is Ref)
+
+    def _live(self, roots: Sequence[Value]) -> set[int]:
+        live: set[int] = set()
+        stack = [root.node for root in roots if isinstance(root, Ref)]
+        while stack:
+            i = stack.pop()
+            if i not in live:
+                live.add(i)
+                node = self.nodes[i]
+                if node is not None:
+                    stack.extend(node.refs())
+        return live
+
+    def saved_metas(self) -> list[Meta]:
+        """What the backward half reads of the forward half, without the inputs themselves."""
+        metas = []
+        for ref in self.saved:
+            node = self.nodes[ref.node]
+            assert node is not None
+            meta = node.results[ref.item or 0]
+            assert meta is not None
+            metas.append(meta)
+        return metas
+
+
+def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Array) -> None:
+    """Evaluate the nodes ``todo`` in order into ``values``; random draws come from ``key`` by their number."""
+    for i in todo:
+        node = graph.nodes[i]
+        assert node is not None
+        leaves = [read(values, leaf) if type(leaf) in (Ref, Const) else leaf for leaf in node.leaves]
+        args, kwargs = node.spec.unflatten(leaves)
+        draw_key = None if node.draw is None else jax.random.fold_in(key, node.draw)
+        try:
+            result = find_lowering(node.op)(*args, **kwargs, _results=node.results, _key=draw_key)
+        except (TypeError, ValueError, NotImplementedError, AssertionError, AttributeError, IndexError) as error:
+            raise TypeError(f"{node.line}: {node.op} could not be expressed in JAX: {error}") from error
+        if node.single:
+            values[i] = _as_eager(result, node.results[0])
+        else:
+            values[i] = [_as_eager(r, meta) for r, meta in zip(result, node.results, strict=True)]
+
+
+def read(values: dict[int, Any], value: Value) -> jax.Array:
+    """The array that a Ref or a Const stands for."""
+    if isinstance(value, Const):
+        return jnp.asarray(value.array)
+    found = values[value.node]
+    return found if value.item is None else found[value.item]
+
+
+def _as_eager(result: Any, meta: Meta | None) -> Any:
+    """The result with the dtype and shape that eager torch gives (JAX promotes by other rules)."""
+    if meta is None or result is None:
+        return result
+    array = jnp.asarray(result)
+    dtype = jax_dtype(meta.dtype)
+    if array.dtype != dtype:
+        array = array.astype(dtype)
+    return array if array.shape == meta.shape else array.reshape(meta.shape)

@@ -1,0 +1,76 @@
+"""JAX lowerings of ATen ops: torchax's table, and our own where that table is missing, wrong or not compilable.
+
+One small function an op, grouped by kind in the files of this folder. A lowering takes what the op takes, with arrays
+in the place of tensors, and returns arrays; the caller casts each to the dtype and shape that eager torch gives.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from ..torchax_ops import torchax_table
+from ._registry import OWN, Lowering
+
+_FILES = ("backward", "complex", "convolution", "elementwise", "indexing", "linear_algebra", "pooling", "random")
+
+# Lowerings of torchax that give wrong numbers, frozen draws or do not compile, and whose decomposition is right.
+_WRONG_IN_TORCHAX = {
+    "aten.as_strided",
+    "aten.cauchy_",
+    "aten.embedding_dense_backward",
+    "aten.exponential_",
+    "aten.geometric_",
+    "aten.log_normal_",
+    "aten.max_pool2d_with_indices_backward",
+}
+
+
+@functools.cache
+def _load() -> None:
+    for file in _FILES:
+        importlib.import_module(f"{__name__}.{file}")
+
+
+def _own(op: Any) -> Lowering | None:
+    _load()
+    return OWN.get(str(op)) or OWN.get(str(op.overloadpacket))
+
+
+def _from_torchax(op: Any) -> Callable[..., Any] | None:
+    table = torchax_table()
+    if str(op.overloadpacket) in _WRONG_IN_TORCHAX:
+        return None
+    return table.get(op) or table.get(op.overloadpacket)
+
+
+@functools.cache
+def has_lowering(op: torch._ops.OpOverload) -> Literal["own", "torchax"] | None:
+    """Where the lowering of an op comes from, if there is one."""
+    if _own(op) is not None:
+        return "own"
+    return "torchax" if _from_torchax(op) is not None else None
+
+
+@functools.cache
+def find_lowering(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """``lowering(*args, **kwargs, _results, _key)``: the metas of the results, and the key of a random op."""
+    own = _own(op)
+    if own is not None:
+        return own
+    table = _from_torchax(op)
+    if table is None:
+        from .backward import pull_back  # an op ``f_backward`` without a lowering pulls back through that of ``f``
+
+        table = pull_back(op)
+
+    def call(*args: Any, _results: Any, _key: Any, **kwargs: Any) -> Any:
+        for name in ("pin_memory", "layout", "device"):
+            kwargs.pop(name, None)
+        return table(*args, **kwargs)
+
+    return call

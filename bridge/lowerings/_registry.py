@@ -1,0 +1,39 @@
+"""The table that the files of this folder fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Fun = TypeVar("Fun", bound=Callable[..., Any])
+OWN: dict[str, Lowering] = {}
+
+
+class Lowering:
+    """A lowering, called with the metas of the results and the key of the draw where it asks for them."""
+
+    __slots__ = ("fun", "key", "results")
+
+    def __init__(self, fun: Callable[..., Any], results: bool, key: bool) -> None:
+        self.fun, self.results, self.key = fun, results, key
+
+    def __call__(self, *args: Any, _results: Any, _key: Any, **kwargs: Any) -> Any:
+        if self.results:
+            kwargs["results"] = _results
+        if self.key:
+            kwargs["key"] = _key
+        return self.fun(*args, **kwargs)
+
+
+def lowering(*ops: str, results: bool = False, key: bool = False) -> Callable[[Fun], Fun]:
+    """Register a lowering for ops (``aten.put``) or single overloads (``aten.index.Tensor``).
+
+    ``results=True`` passes ``results``, the metas of what eager torch returns; ``key=True`` passes a JAX key.
+    """
+
+    def decorate(fun: Fun) -> Fun:
+        for op in ops:
+            OWN[op] = Lowering(fun, results, key)
+        return fun
+
+    return decorate

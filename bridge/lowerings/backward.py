@@ -1,0 +1,86 @@
+"""Backward ops of torch's autograd that have no lowering: the cotangent is pulled back through the forward op's own.
+
+torch computes the same derivative in a hand-written kernel. Where JAX's choice of subgradient differs (ties, zeros),
+the op has its own lowering in the other files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+
+from ._registry import lowering
+
+aten = torch.ops.aten
+
+
+def forward(op: Any) -> Callable[..., Any]:
+    """The lowering of a forward op, for use by another lowering: no metas, no key."""
+    from . import find_lowering, has_lowering
+
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        overloads = op.overloads()
+        op = getattr(op, "default" if "default" in overloads else overloads[0])
+    if has_lowering(op) is None:
+        raise NotImplementedError(f"torch op {op} has no JAX lowering")
+    found = find_lowering(op)
+    return lambda *args, **kwargs: found(*args, _results=(), _key=None, **kwargs)
+
+
+def pull_back(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """``f_backward(cotangent, x, *rest)`` from the lowering of ``f``, for an op that takes its arguments in this order."""
+    name = op.overloadpacket.__name__
+    base = name.removesuffix("_backward")
+    if base == name or not hasattr(aten, base):
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(f"torch op {op} has no JAX lowering")
+
+        return refuse
+    packet = getattr(aten, base)
+    if base.startswith(("upsample", "_upsample")):
+
+        def upsample(g: Array, output_size: Any, input_size: Any, *rest: Any) -> Array:
+            zeros = jnp.zeros(input_size, g.dtype)
+            return jax.vjp(lambda x: forward(packet)(x, output_size, *rest), zeros)[1](g)[0]
+
+        return upsample
+    return lambda g, x, *rest: jax.vjp(lambda x: forward(packet)(x, *rest), x)[1](g)[0]
+
+
+@lowering("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
+def grid_sampler_backward(
+    g: Array, x: Array, grid: Array, interpolation: int, padding: int, align: bool, mask: Any
+) -> Any:
+    op = aten.grid_sampler_2d if x.ndim == 4 else aten.grid_sampler_3d
+    return jax.vjp(lambda x, grid: forward(op)(x, grid, interpolation, padding, align), x, grid)[1](g)
+
+
+@lowering("aten._weight_norm_interface_backward")
+def weight_norm_backward(g: Array, v: Array, magnitude: Array, norm: Array, dim: int) -> tuple[Array, Array]:
+    """w = magnitude · v / ‖v‖, the norm over every axis but ``dim``."""
+    axes = tuple(i for i in range(v.ndim) if i != dim % v.ndim)
+    norm = norm.reshape([-1 if i == dim % v.ndim else 1 for i in range(v.ndim)])
+    along = (g * v).sum(axes, keepdims=True)
+    return magnitude / norm * (g - v * along / norm**2), (along / norm).reshape(magnitude.shape)
+
+
+@lowering("aten._cdist_backward")
+def cdist_backward(g: Array, x1: Array, x2: Array, p: float, distance: Array) -> Array:
+    if p == 0:
+        return jnp.zeros_like(x1)
+    difference = x1[..., :, None, :] - x2[..., None, :, :]
+    size, total = jnp.abs(difference), distance[..., None]
+    nonzero = jnp.where(total == 0, 1, total)
+    if p == 1:
+        return (g[..., None] * jnp.sign(difference)).sum(-2)
+    if p == float("inf"):
+        weight = jnp.sign(difference) * (size == total)
+    else:
+        weight = difference * jnp.where(size == 0, 1, size) ** (p - 2) / nonzero ** (p - 1)
+    return jnp.where(total == 0, 0, g[..., None] * weight).sum(-2)

@@ -1,0 +1,97 @@
+"""Gathers, scatters and searches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ._registry import lowering
+
+
+@lowering("aten.index.Tensor", "aten._unsafe_index.Tensor")
+def index(x: Array, indices: Any) -> Array:
+    if any(i is not None and i.dtype == jnp.bool_ for i in indices):
+        raise TypeError(
+            "x[mask] with a mask that depends on the arguments has a shape that depends on values; keep the shape fixed "
+            "with torch.where"
+        )
+    return x[tuple(slice(None) if i is None else i for i in indices)]
+
+
+@lowering("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl")
+def index_put(x: Array, indices: Any, value: Array, accumulate: bool = False, unsafe: bool = False) -> Array:
+    if any(i is not None and i.dtype == jnp.bool_ for i in indices):
+        return _mask_put(x, indices, value, accumulate)
+    at = x.at[tuple(slice(None) if i is None else i for i in indices)]
+    return at.add(value.astype(x.dtype)) if accumulate else at.set(value.astype(x.dtype))
+
+
+def _mask_put(x: Array, indices: Any, value: Array, accumulate: bool) -> Array:
+    """``x[mask] = value`` as a choice, where the shape of ``value`` does not depend on the number of True."""
+    masks = [i for i in indices if i is not None]
+    mask = masks[0]
+    if len(masks) > 1 or (value.size != 1 and value.ndim >= x.ndim - mask.ndim + 1):
+        raise TypeError(
+            "x[mask] = value needs a value whose shape does not depend on how many elements the mask selects; use "
+            "torch.where"
+        )
+    lead = next(k for k, i in enumerate(indices) if i is not None)
+    mask = mask.reshape((1,) * lead + mask.shape + (1,) * (x.ndim - lead - mask.ndim))
+    return jnp.where(mask, x + value if accumulate else value, x).astype(x.dtype)
+
+
+@lowering("aten.put")
+def put(x: Array, indices: Array, value: Array, accumulate: bool = False) -> Array:
+    at, value = x.reshape(-1).at[indices.reshape(-1)], value.reshape(-1)
+    return (at.add(value) if accumulate else at.set(value)).reshape(x.shape)
+
+
+@lowering("aten.slice_scatter")
+def slice_scatter(
+    x: Array, source: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Array:
+    where: list[slice] = [slice(None)] * x.ndim
+    where[dim] = slice(start, end, step)
+    return x.at[tuple(where)].set(source)
+
+
+@lowering("aten.diagonal_scatter")
+def diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
+    moved = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    i = jnp.arange(source.shape[-1])
+    moved = moved.at[..., i + max(-offset, 0), i + max(offset, 0)].set(source)
+    return jnp.moveaxis(moved, (-2, -1), (dim1, dim2))
+
+
+@lowering("aten.searchsorted.Tensor")
+def searchsorted(
+    sequence: Array,
+    values: Array,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Array | None = None,
+) -> Array:
+    def search(s: Array, v: Array) -> Array:
+        return jnp.searchsorted(s, v, side="right" if right or side == "right" else "left")
+
+    if sorter is not None:
+        sequence = jnp.take_along_axis(sequence, sorter, -1)
+    if sequence.ndim == 1:
+        return search(sequence, values)
+    rows = jax.vmap(search)(sequence.reshape(-1, sequence.shape[-1]), values.reshape(-1, values.shape[-1]))
+    return rows.reshape(values.shape)
+
+
+@lowering("aten.embedding_dense_backward")
+def embedding_dense_backward(g: Array, indices: Array, rows: int, padding: int, scale_by_frequency: bool) -> Array:
+    indices = indices.reshape(-1)
+    g = g.reshape(indices.shape[0], -1)
+    if scale_by_frequency:
+        g = g / jnp.zeros(rows, g.dtype).at[indices].add(1)[indices][:, None]
+    if padding >= 0:
+        g = jnp.where((indices == padding)[:, None], 0, g)
+    return jnp.zeros((rows, g.shape[-1]), g.dtype).at[indices].add(g)

@@ -1,0 +1,81 @@
+"""Linear algebra: LU and what rests on it, and factorisations that read one triangle as torch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ._registry import lowering
+
+
+def _lu(a: Array) -> tuple[Array, Array, Array, Array]:
+    """Packed LU, pivots counted from 1 as LAPACK does, the diagonal, and the sign of the permutation."""
+    lu, pivots, _ = jax.lax.linalg.lu(a)
+    diagonal = jnp.diagonal(lu, axis1=-2, axis2=-1)
+    swaps = (pivots != jnp.arange(pivots.shape[-1])).sum(-1)
+    return lu, (pivots + 1).astype(jnp.int32), diagonal, jnp.where(swaps % 2 == 0, 1, -1).astype(a.dtype)
+
+
+def _solve(lu: Array, pivots: Array, b: Array, left: bool = True, adjoint: bool = False) -> Array:
+    if not left:  # x A = b  is  Aᴴ xᴴ = bᴴ
+        flipped = _solve(lu, pivots, jnp.conj(jnp.swapaxes(b, -1, -2)), adjoint=not adjoint)
+        return jnp.conj(jnp.swapaxes(flipped, -1, -2))
+
+    def solve(lu: Array, pivots: Array, b: Array) -> Array:
+        return jax.scipy.linalg.lu_solve((lu, pivots - 1), b, trans=2 if adjoint else 0)
+
+    for _ in range(max(lu.ndim, b.ndim) - 2):
+        solve = jax.vmap(solve)
+    lead = jnp.broadcast_shapes(lu.shape[:-2], b.shape[:-2])
+    spread = [jnp.broadcast_to(v, (*lead, *v.shape[v.ndim - k :])) for v, k in ((lu, 2), (pivots, 1), (b, 2))]
+    return solve(*spread)
+
+
+@lowering("aten._linalg_det")
+def det(a: Array) -> tuple[Array, Array, Array]:
+    lu, pivots, diagonal, sign = _lu(a)
+    return sign * diagonal.prod(-1), lu, pivots
+
+
+@lowering("aten._linalg_slogdet")
+def slogdet(a: Array) -> tuple[Array, Array, Array, Array]:
+    lu, pivots, diagonal, sign = _lu(a)
+    return sign * jnp.sign(diagonal).prod(-1), jnp.log(jnp.abs(diagonal)).sum(-1), lu, pivots
+
+
+@lowering("aten.linalg_lu_factor_ex")
+def lu_factor(a: Array, pivot: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array]:
+    lu, pivots, _, _ = _lu(a)
+    return lu, pivots, jnp.zeros(a.shape[:-2], jnp.int32)
+
+
+@lowering("aten.linalg_lu_solve")
+def lu_solve(lu: Array, pivots: Array, b: Array, left: bool = True, adjoint: bool = False) -> Array:
+    return _solve(lu, pivots, b, left, adjoint)
+
+
+@lowering("aten._linalg_solve_ex")
+def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, ...]:
+    lu, pivots, _, _ = _lu(a)
+    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    x = _solve(lu, pivots, b[..., None] if vector else b, True if vector else left)
+    return x[..., 0] if vector else x, lu, pivots, jnp.zeros(a.shape[:-2], jnp.int32)
+
+
+@lowering("aten.lu_unpack")
+def lu_unpack(lu: Array, pivots: Array, data: bool = True, with_pivots: bool = True) -> tuple[Array, Array, Array]:
+    rows, columns = lu.shape[-2:]
+    inner = min(rows, columns)
+    lower = jnp.tril(lu, -1)[..., :inner] + jnp.eye(rows, inner, dtype=lu.dtype)
+    permutation = jax.lax.linalg.lu_pivots_to_permutation((pivots - 1).astype(jnp.int32), rows)
+    return jnp.swapaxes(jax.nn.one_hot(permutation, rows, dtype=lu.dtype), -1, -2), lower, jnp.triu(lu)[..., :inner, :]
+
+
+@lowering("aten._linalg_eigh")
+def eigh(a: Array, uplo: str = "L", vectors: bool = True) -> tuple[Any, Any]:
+    """torch reads one triangle; jnp would average the two."""
+    v, w = jax.lax.linalg.eigh(a, lower=uplo == "L", symmetrize_input=False)
+    return w, v

@@ -1,0 +1,99 @@
+"""The private parts of torch that recording leans on, in one place.
+
+torch has no public way to run a function under its own autograd and functionalisation and to see the ATen ops that
+come out below. These names have been stable from torch 2.5 on; where a release moves one, the import of the bridge
+fails with one sentence instead of deep inside a trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.utils.checkpoint
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+try:
+    from torch._C._functorch import is_functorch_wrapped_tensor
+    from torch._decomp import core_aten_decompositions, decomposition_table
+    from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+    from torch._higher_order_ops import effects
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+    from torch.utils import _pytree as torch_pytree
+    from torch.utils._mode_utils import no_dispatch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    # The slot just below functionalisation: ops arrive there after autograd and with every in-place write resolved.
+    BELOW_FUNCTIONALISATION = torch._C._TorchDispatchModeKey.PROXY
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"microtome records torch functions through parts of torch that torch {torch.__version__} has moved ({error}); "
+        "it is tested with torch 2.11 to 2.13, please install one of these."
+    ) from error
+
+__all__ = [
+    "BELOW_FUNCTIONALISATION",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "TorchDispatchMode",
+    "compiling",
+    "core_aten_decompositions",
+    "decomposition_table",
+    "from_fun",
+    "is_functorch_wrapped_tensor",
+    "no_dispatch",
+    "plain_kernels",
+    "to_fun",
+    "torch_pytree",
+]
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true: libraries then skip the checks that read values."""
+    old = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = old
+
+
+def _call_without_checkpoint(fun: object, preserve_rng_state: bool, *args: object) -> object:
+    return fun(*args)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """While recording: no fused CPU kernels, whose backward ops nothing can lower, and no checks that read values."""
+    distribution = torch.distributions.Distribution
+    checkpoint = torch.utils.checkpoint.CheckpointFunction
+    validate = distribution._validate_args  # type: ignore[has-type]
+    has_effects = effects.has_effects
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    skipped = torch.ops.aten._linalg_check_errors.default
+    try:
+        distribution._validate_args = False
+        # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
+        effects.has_effects = lambda op: op is not skipped and has_effects(op)
+        # The reentrant checkpoint refuses torch.autograd.grad, with which the backward pass is recorded.
+        checkpoint.apply = staticmethod(_call_without_checkpoint)  # type: ignore[method-assign, assignment]
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        del checkpoint.apply
+        effects.has_effects = has_effects
+        distribution._validate_args = validate

@@ -1,0 +1,16 @@
+"""Memory-saving transforms in JAX. Importing this package never imports torch."""
+
+from .accumulation import AccumulationType, Accumulator, weighted_mean
+from .microbatching import Aux, micro_grad, micro_vmap, microbatch
+from .partition import reshape_batch_axis
+
+__all__ = [
+    "AccumulationType",
+    "Accumulator",
+    "Aux",
+    "micro_grad",
+    "micro_vmap",
+    "microbatch",
+    "reshape_batch_axis",
+    "weighted_mean",
+]

@@ -1,0 +1,239 @@
+"""Runs the microbatches of a plan one after another: one scan, one trace of the function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from .accumulation import Accumulator, AccumulatorTree, Output, WeightedMean, bind, match
+from .arguments import Batch, Function
+from .partition import Plan, PyTree
+
+VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
+
+
+class Traced:
+    """A function of flat arrays, traced once and callable any number of times."""
+
+    def __init__(self, fun: Function, inputs: Sequence[Any]) -> None:
+        self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*inputs)
+        self.treedef = jax.tree.structure(self.output)
+        self.flat = jaxpr_as_fun(self.closed)
+
+    def __call__(self, *inputs: Any) -> PyTree:
+        return self.treedef.unflatten(self.flat(*inputs))
+
+
+def accumulate(
+    fun: Function,
+    batch: Batch,
+    plan: Plan,
+    accumulators: AccumulatorTree,
+    vmap_fn: VmapFn | None = None,
+    zeros: Callable[[], frozenset[int]] = frozenset,
+) -> PyTree:
+    """Run ``fun`` on every microbatch and join the outputs.
+
+    Args:
+        fun: Takes the batch's leaves, flat: cut to a microbatch, or with ``vmap_fn`` a single example's.
+        batch: The leaves and their axes.
+        plan: How they are cut.
+        accumulators: What to do with the outputs.
+        vmap_fn: Maps ``fun`` over the examples of a microbatch.
+        zeros: Called after tracing: the places, among the flat outputs, of gradients that are zero by definition.
+    """
+    fun = guard_weights(fun, accumulators)
+    main = _microbatch_fun(fun, batch, plan, plan.size, vmap_fn)
+    left = main
+    if plan.left and not isinstance(main, _Mapped):
+        left = _microbatch_fun(fun, batch, plan, plan.left, vmap_fn)
+    per_example = vmap_fn is not None
+    outputs = _describe(main, left, plan, per_example, zeros())
+    accumulator = bind(accumulators, plan, outputs, per_example)
+    shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), outputs)
+    if per_example:
+        shapes = jax.eval_shape(accumulator.aggregate, shapes)
+
+    def step(carry: PyTree, index: int | jax.Array) -> PyTree:
+        if plan.real is None or isinstance(plan.real, int):
+            return run(carry, index)
+        return jax.lax.cond(index < plan.real, run, lambda carry, index: carry, carry, index)
+
+    def run(carry: PyTree, index: int | jax.Array) -> PyTree:
+        leaves = [plan.take(leaf, index, axis) for leaf, axis in zip(batch.leaves, batch.axes, strict=True)]
+        value = (left if isinstance(index, int) and index == plan.full else main)(*leaves)
+        return accumulator.update(carry, accumulator.aggregate(value) if per_example else value, index)
+
+    return accumulator.finalize(_loop(step, accumulator.init(shapes), plan))
+
+
+def _loop(step: Callable[[PyTree, Any], PyTree], carry: PyTree, plan: Plan) -> PyTree:
+    """The full microbatches in a scan, then the one of the rows left over."""
+    run = plan.real if isinstance(plan.real, int) else plan.count
+    full = min(run, plan.full)
+    if plan.full == 1 and full:
+        carry = step(carry, 0)
+    elif full:
+        # Without the checkpoint the derivative would store what every microbatch computed. It has to enclose the
+        # choice of rows and the early stop: what it keeps is then the index alone, and the batch, once.
+        remat = jax.checkpoint(step, prevent_cse=False)  # a scan needs no guard against merging the passes
+        carry, _ = jax.lax.scan(lambda c, i: (remat(c, i), None), carry, jnp.arange(full, dtype=jnp.int32))
+    return step(carry, plan.full) if run > plan.full else carry
+
+
+class _Mapped:
+    """One example's function, traced once and mapped over microbatches of any size."""
+
+    def __init__(self, fun: Function, inputs: Sequence[Any], axes: Sequence[int]) -> None:
+        self.example = Traced(fun, inputs)
+        self.fun = jax.vmap(self.example, tuple(axes), 0)
+
+    def __call__(self, *inputs: Any) -> PyTree:
+        return self.fun(*inputs)
+
+
+def _microbatch_fun(fun: Function, batch: Batch, plan: Plan, rows: int, vmap_fn: VmapFn | None) -> Traced | _Mapped:
+    """``fun``, traced, as a function of the leaves of a microbatch."""
+    if vmap_fn is None:
+        return Traced(fun, _shapes(batch, plan, rows))
+    if vmap_fn is jax.vmap:
+        return _Mapped(fun, _shapes(batch, plan, None), batch.axes)
+    return Traced(vmap_fn(fun, tuple(batch.axes), 0), _shapes(batch, plan, rows))
+
+
+def _shapes(batch: Batch, plan: Plan, rows: int | None) -> list[Any]:
+    """The leaves' shapes and dtypes, cut to so many rows, or to a single example for None."""
+
+    def cut(*leaves: jax.Array) -> list[jax.Array]:
+        pairs = list(zip(leaves, batch.axes, strict=True))
+        if not plan.rows:  # nothing can be cut from it; only the shapes are wanted
+            pairs = [(jnp.zeros((*x.shape[:a], plan.size, *x.shape[a + 1 :]), x.dtype), a) for x, a in pairs]
+        if rows is None:
+            return [jax.lax.index_in_dim(x, 0, a, keepdims=False) for x, a in pairs]
+        return [jax.lax.slice_in_dim(x, 0, rows, axis=a) for x, a in pairs]
+
+    return jax.eval_shape(cut, *batch.leaves)
+
+
+def _describe(main: Any, left: Any, plan: Plan, per_example: bool, zeros: frozenset[int]) -> PyTree:
+    """The output's tree with an :class:`Output` at each leaf."""
+    if isinstance(main, _Mapped):
+        products = bare_products(main.example.closed)
+        shapes, shapes_left = [
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), main.example.output)
+            for rows in (plan.size, plan.left)
+        ]
+    else:
+        products, shapes, shapes_left = frozenset(), main.output, left.output
+    if jax.tree.structure(shapes) != jax.tree.structure(shapes_left):
+        raise ValueError(
+            "fun must return the same tree for the rows left over as for a full microbatch, got "
+            f"{jax.tree.structure(shapes_left)} and {jax.tree.structure(shapes)}."
+        )
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+    described = [
+        Output(
+            f"output{jax.tree_util.keystr(path)}",
+            x.shape,
+            x.dtype,
+            last.shape if plan.left else None,
+            product=place in products,
+            zero=place in zeros,
+        )
+        for place, (path, x, last) in enumerate(
+            zip(paths, jax.tree.leaves(shapes), jax.tree.leaves(shapes_left), strict=True)
+        )
+    ]
+    return jax.tree.structure(shapes).unflatten(described)
+
+
+def bare_products(closed: ClosedJaxpr) -> frozenset[int]:
+    """Which flat outputs are a matrix product that nothing else reads, at most transposed or reshaped."""
+    jaxpr = closed.jaxpr
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    reads: dict[Any, int] = {}
+    for var in [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]:
+        if not hasattr(var, "val"):  # literals have one, and no hash
+            reads[var] = reads.get(var, 0) + 1
+
+    def is_product(var: Any) -> bool:
+        while not hasattr(var, "val") and var in makers and reads[var] == 1:
+            eqn = makers[var]
+            if eqn.primitive.name == "dot_general":
+                return True
+            if eqn.primitive.name not in ("transpose", "reshape", "squeeze"):
+                return False
+            var = eqn.invars[0]
+        return False
+
+    return frozenset(place for place, var in enumerate(jaxpr.outvars) if is_product(var))
+
+
+def guard_weights(fun: Function, accumulators: AccumulatorTree) -> Function:
+    """``fun`` whose pairs for :func:`weighted_mean` have value and derivatives 0 where their weight is 0.
+
+    Masking the value alone is not enough: its zero cotangent, sent back through 0/0, is 0 * inf = NaN. So what enters
+    is masked too, ``where(weight != 0, x, stop_gradient(x))``: the same values, and cotangents that are dropped
+    rather than multiplied. That takes the weight before the value, hence a second evaluation; as a derivative rule it
+    costs nothing until somebody differentiates.
+    """
+    if not any(isinstance(leaf, WeightedMean) for leaf in jax.tree.leaves(accumulators)):
+        return fun
+
+    def guarded(*inputs: jax.Array) -> PyTree:
+        traced = Traced(fun, inputs)
+        places = iter(range(traced.treedef.num_leaves))
+        numbered = jax.tree.map(lambda _: next(places), traced.output)
+        pairs = []
+        for kind, part in match(accumulators, numbered):
+            if isinstance(kind, WeightedMean):
+                *values, weight = jax.tree.leaves(part) or [0]
+                pairs.append((values, weight))
+        consts = traced.closed.consts
+        return traced.treedef.unflatten(_guarded(traced.closed, pairs)(*consts, *inputs))
+
+    return guarded
+
+
+def _guarded(closed: ClosedJaxpr, pairs: list[tuple[list[int], int]]) -> Callable[..., list[jax.Array]]:
+    """The jaxpr as a function of its constants and inputs, the values of each pair guarded by its weight."""
+    count = len(closed.consts)
+
+    def plain(*flat: Any) -> list[jax.Array]:
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, flat[:count]))(*flat[count:])
+
+    def masked(moved: Sequence[int], *flat: Any) -> list[jax.Array]:
+        outs = plain(*flat)
+        for values, weight in pairs:
+            alive = jax.lax.stop_gradient(outs[weight]) != 0
+            if alive.shape:
+                continue  # refused with a message once the accumulators meet the output
+            kept = list(flat)
+            for place in moved:
+                kept[place] = jnp.where(alive, flat[place], jax.lax.stop_gradient(flat[place]))
+            again = plain(*kept)
+            for place in values:
+                outs[place] = jnp.where(alive, again[place], jnp.zeros_like(again[place]))
+        return outs
+
+    call = jax.custom_jvp(plain)
+
+    @functools.partial(call.defjvp, symbolic_zeros=True)
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        moved = [place for place, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+
+        def at(*chosen: Any) -> list[Any]:
+            flat = list(primals)
+            for place, value in zip(moved, chosen, strict=True):
+                flat[place] = value
+            return masked(moved, *flat)
+
+        return jax.jvp(at, [primals[p] for p in moved], [tangents[p] for p in moved])
+
+    return call

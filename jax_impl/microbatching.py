@@ -1,0 +1,436 @@
+"""Microbatched evaluation, vmap and per-example gradients, after ``optax.microbatching``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .accumulation import AccumulationType, Accumulator, AccumulatorTree, check_tree
+from .arguments import Arguments, Function, Slot, collect, indices, read, slots, wraps, write
+from .execution import VmapFn, accumulate
+from .partition import Options, PyTree
+
+
+class Aux(NamedTuple):
+    """What :func:`micro_grad` returns beside the gradients, the examples on axis 0 of every leaf."""
+
+    values: Any
+    """The losses, ``[batch]``."""
+    metrics: Any
+    """What ``metrics_fn`` returned."""
+    aux: Any
+    """The function's own auxiliary output; None without ``has_aux``."""
+
+
+def microbatch(
+    fun: Function,
+    argnums: int | Sequence[int],
+    microbatch_size: int | None,
+    accumulator: Accumulator | AccumulationType | AccumulatorTree = AccumulationType.SUM,
+    *,
+    argnames: str | Sequence[str] = (),
+    in_axes: PyTree = 0,
+    num_real_microbatches: int | jax.Array | None = None,
+    remainder: str = "error",
+    partition: str = "strided",
+) -> Function:
+    """Run a function on one microbatch after another and join the results.
+
+    Equivalent to ``fun``, for a ``fun`` whose result on a batch is the sum, mean or concatenation of its results on
+    the parts, as the accumulator says. What differs:
+
+    * Peak memory is that of ``fun`` on ``microbatch_size`` rows plus the accumulated result, whatever the number of
+      microbatches: ``M(microbatch_size) + result``, not ``M(batch)``.
+    * The same holds for derivatives, in reverse mode at the price of a second forward pass: each microbatch is
+      computed again when its turn comes (``jax.checkpoint``), so ``M'(microbatch_size) + gradients``.
+    * Microbatches run in sequence, in one scan that does not grow with their number. ``fun`` is traced once at each
+      call, and once more for left-over rows. Outside ``jax.jit`` every call compiles anew: wrap the result.
+
+    Random functions: split the key into one per row and pass the keys as a batch argument
+    (``jax.random.split(key, batch)``). What a row draws then depends on its key alone, not on how the batch was cut.
+
+    After ``optax.microbatching.microbatch``; ``remainder``, ``partition`` and prefix trees in ``in_axes`` are added.
+
+    Shapes: batch arguments are pytrees of arrays ``[..., batch, ...]`` of any dtype, ``fun`` gets them as
+    ``[..., microbatch_size, ...]`` of the same dtype. The result has the tree, shapes and dtypes of the output,
+    axis 0 of a ``CONCAT`` apart. On an empty batch ``fun`` is traced, not run: sums are 0, concatenations empty,
+    means NaN (nothing was averaged).
+
+    Args:
+        fun: The function. What is no batch argument goes to it unchanged.
+        argnums: The positions of the batch arguments. Each may be passed by name too.
+        microbatch_size: Rows of a microbatch; None for a single microbatch of all rows.
+        accumulator: How to join the outputs: an :class:`AccumulationType`, an :class:`Accumulator`, or a tree of
+            them that is a prefix of the output's tree.
+        argnames: The names of further batch arguments. Each may be passed by position too.
+        in_axes: The batch axis: an int for all, or a sequence with one entry for each of ``argnums`` and then
+            ``argnames``: an int, None for an argument all rows share, or a tree of these that is a prefix of the
+            argument.
+        num_real_microbatches: Stop after so many microbatches, the others being padding; an int, or a traced integer
+            of shape ``()`` to vary it without compiling anew (clipped to the number there is).
+        remainder: ``"error"``, or ``"run"`` to run left-over rows as one smaller microbatch at the end. Means are
+            weighted by rows. An :class:`Accumulator` of your own gets its output like the others.
+        partition: ``"strided"``: microbatch k of n takes the rows k, k + n, ..., so that a batch spread over devices
+            keeps them all busy. ``"contiguous"``: rows in order, as ``num_real_microbatches`` needs where the padding
+            stands at the batch's end. Left-over rows are the batch's last ones in both.
+
+    Returns:
+        A function with the signature of ``fun``, to be transformed by ``jit``, ``grad``, ``vmap`` or once more.
+
+    Raises:
+        TypeError: An option of a wrong type, ``MEAN`` of an integer output, a batch argument missing or no array.
+        ValueError: ``argnums`` out of range, an unknown name or option, a size that is not positive or does not
+            divide the batch, batch arguments of different length or without batch axis, ``in_axes`` or
+            ``accumulator`` that does not fit the tree.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import AccumulationType, microbatch
+        >>> fun = lambda x: (2 * x, jnp.mean(x))
+        >>> joined = (AccumulationType.CONCAT, AccumulationType.MEAN)
+        >>> microbatch(fun, argnums=0, microbatch_size=2, accumulator=joined, remainder="run")(jnp.arange(5.0))
+        (Array([0., 2., 4., 6., 8.], dtype=float32), Array(2., dtype=float32))
+    """
+    options = Options.checked(microbatch_size, remainder, partition, num_real_microbatches)
+    check_tree(accumulator)
+    arguments = Arguments.of(fun)
+    names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    targets: list[Slot] = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
+    targets += [arguments.check("argnames", name) for name in names]
+    axes = _axis_of_each(in_axes, len(targets))
+
+    @wraps(fun)
+    def microbatched(*args: Any, **kwargs: Any) -> Any:
+        found = slots(arguments, "argnums or argnames", targets, args, kwargs)
+        given = [(slot, axis) for slot, axis in zip(found, axes, strict=True) if slot is not None]
+        batch = collect(arguments, args, kwargs, given)
+
+        def on_leaves(*leaves: jax.Array) -> Any:
+            new_args, new_kwargs = batch.rebuild(leaves)
+            return fun(*new_args, **new_kwargs)
+
+        with jax.named_scope("microbatch"):
+            return accumulate(on_leaves, batch, options.plan(batch.rows), accumulator)
+
+    return microbatched
+
+
+def _axis_of_each(in_axes: PyTree, count: int) -> tuple[PyTree, ...]:
+    if isinstance(in_axes, int) and not isinstance(in_axes, bool):
+        return (in_axes,) * count
+    if not isinstance(in_axes, (tuple, list)):
+        raise TypeError(
+            f"in_axes must be an int or a sequence with one entry for each batch argument, got {in_axes!r}."
+        )
+    if len(in_axes) != count:
+        raise ValueError(
+            f"in_axes must have one entry for each of argnums and argnames, {count}, got {len(in_axes)}: {in_axes!r}."
+        )
+    return tuple(in_axes)
+
+
+def micro_vmap(
+    fun: Function,
+    in_axes: PyTree = 0,
+    out_axes: int = 0,
+    *,
+    microbatch_size: int | None = None,
+    vmap_fn: VmapFn = jax.vmap,
+    accumulator: Accumulator | AccumulationType | AccumulatorTree = AccumulationType.CONCAT,
+    num_real_microbatches: int | jax.Array | None = None,
+    remainder: str = "error",
+    partition: str = "strided",
+) -> Function:
+    """Map a function over a batch, one microbatch at a time.
+
+    Equivalent to ``jax.vmap(fun, in_axes)``, and with another accumulator to, say,
+    ``jax.tree.map(lambda y: y.sum(0), jax.vmap(fun, in_axes)(*args))``. What differs:
+
+    * Peak memory is that of ``jax.vmap(fun)`` on ``microbatch_size`` examples plus the result:
+      ``microbatch_size * M(1) + result``, for derivatives too, where each microbatch is computed twice. With ``SUM``
+      or ``MEAN`` the outputs of all examples never exist together.
+    * ``fun`` is traced once at each call, for one example.
+    * An int ``in_axes`` stands for every positional argument. Keyword arguments are mapped over axis 0, as by
+      ``jax.vmap``, unless a sequence ``in_axes`` has an entry for their position; in place of an array they may be
+      any Python value, which all examples then share.
+
+    A random ``fun`` takes a key, and the mapped call an array of them (``jax.random.split(key, batch)``).
+
+    After ``optax.microbatching.micro_vmap``; ``remainder``, ``partition`` and prefix trees in ``in_axes`` are added.
+
+    Shapes: mapped arrays ``[..., batch, ...]``, results ``[batch, ...]`` under ``CONCAT``, else without the batch.
+    Dtypes are those of ``fun``; a ``SUM`` of booleans is a count.
+
+    Args:
+        fun: The function of one example.
+        in_axes: An int, or a sequence with one entry for each positional argument: an int, None for one that all
+            examples share, or a tree of these that is a prefix of the argument.
+        out_axes: 0, the only place the batch can have in the results.
+        microbatch_size: Examples of a microbatch; None for all at once.
+        vmap_fn: What maps over a microbatch, called like ``jax.vmap`` as ``vmap_fn(f, in_axes, 0)``, for instance
+            ``functools.partial(jax.vmap, axis_name="i")``. ``f`` takes the mapped arrays one by one. It is traced once
+            more for left-over rows.
+        accumulator: How to join the examples' outputs: an :class:`AccumulationType`, an :class:`Accumulator`, or a
+            tree of them that is a prefix of the output's tree. Means weigh each example the same.
+        num_real_microbatches: Stop after so many microbatches; see :func:`microbatch`.
+        remainder: ``"error"``, or ``"run"`` to run left-over examples as one smaller microbatch at the end.
+        partition: ``"strided"`` or ``"contiguous"``; see :func:`microbatch`.
+
+    Returns:
+        A function with the signature of ``fun`` that takes and returns batches.
+
+    Raises:
+        NotImplementedError: ``out_axes`` is not 0.
+        TypeError: An option of a wrong type, or ``MEAN`` of an integer output.
+        ValueError: As in :func:`microbatch`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import AccumulationType, micro_vmap
+        >>> rows = jnp.arange(6.0).reshape(3, 2)
+        >>> micro_vmap(jnp.sum, microbatch_size=2, remainder="run")(rows)
+        Array([1., 5., 9.], dtype=float32)
+        >>> micro_vmap(jnp.sum, microbatch_size=1, accumulator=AccumulationType.MEAN)(rows)
+        Array(5., dtype=float32)
+    """
+    options = Options.checked(microbatch_size, remainder, partition, num_real_microbatches)
+    check_tree(accumulator)
+    arguments = Arguments.of(fun)
+    if out_axes != 0:
+        raise NotImplementedError(f"out_axes must be 0, got {out_axes!r}. Move the axis in the result instead.")
+    if isinstance(in_axes, bool) or not isinstance(in_axes, (int, tuple, list)):
+        raise TypeError(f"in_axes must be an int or a sequence with one entry for each argument, got {in_axes!r}.")
+
+    @wraps(fun)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        axes = _mapped_axes(arguments, in_axes, args, kwargs)
+        batch = collect(arguments, args, kwargs, list(axes.items()))
+
+        def example(*leaves: jax.Array) -> Any:
+            new_args, new_kwargs = batch.rebuild(leaves)
+            return fun(*new_args, **new_kwargs)
+
+        with jax.named_scope("micro_vmap"):
+            return accumulate(example, batch, options.plan(batch.rows), accumulator, vmap_fn)
+
+    return mapped
+
+
+def _mapped_axes(
+    arguments: Arguments, in_axes: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Slot, PyTree]:
+    """The axes by which ``micro_vmap`` maps each argument of a call."""
+    axes: dict[Slot, PyTree] = {}
+    if isinstance(in_axes, int):
+        axes.update((i, in_axes) for i in range(len(args)))
+    elif len(args) > len(in_axes):
+        raise ValueError(
+            f"in_axes must have one entry for each positional argument, {len(args)}, got {len(in_axes)}: {in_axes!r}."
+        )
+    else:
+        for i, axis in enumerate(in_axes):
+            slot = arguments.slot("in_axes", i, args, kwargs)
+            if slot is not None:
+                axes[slot] = axis
+    return axes | {name: _axis_of_keyword(value) for name, value in kwargs.items() if name not in axes}
+
+
+def _axis_of_keyword(value: PyTree) -> PyTree:
+    """0 for arrays, as ``jax.vmap`` has it, and None for what cannot be mapped."""
+    return jax.tree.map(lambda leaf: 0 if hasattr(leaf, "shape") else None, value)
+
+
+def _identity(tree: PyTree) -> PyTree:
+    return tree
+
+
+def _nothing(tree: PyTree) -> None:
+    return None
+
+
+def micro_grad(
+    fun: Function,
+    has_aux: bool = False,
+    argnums: int | Sequence[int] = 0,
+    *,
+    batch_argnums: int | Sequence[int] = 1,
+    keep_batch_dim: bool = True,
+    microbatch_size: int | None = None,
+    accumulator: Accumulator | AccumulationType | AccumulatorTree = AccumulationType.SUM,
+    transform_fn: Callable[[PyTree], PyTree] = _identity,
+    metrics_fn: Callable[[PyTree], PyTree] = _nothing,
+    num_real_microbatches: int | jax.Array | None = None,
+    remainder: str = "error",
+    partition: str = "strided",
+) -> Callable[..., tuple[Any, Aux]]:
+    """Transform the gradient of each example, then accumulate them.
+
+    Equivalent, for ``fun(params, batch)`` and one row ``x`` (with its axis of length 1) at a time, to::
+
+        pairs = [jax.value_and_grad(fun)(params, x) for x in batch]
+        grads = sum(transform_fn(g) for _, g in pairs)
+        aux = Aux(values=[v for v, _ in pairs], metrics=[metrics_fn(g) for _, g in pairs], aux=None)
+
+    What differs:
+
+    * Peak memory is ``microbatch_size * (parameters + M(1)) + transformed gradient``, where ``M(1)`` is what one
+      example's gradient takes; not ``batch * parameters``.
+    * ``fun``, its derivative, ``transform_fn`` and ``metrics_fn`` are traced once at each call, for one example.
+    * The loss has to be a function of each example by itself: what mixes examples (batch normalisation) sees one.
+
+    Integer leaves beside floats in a differentiated argument get zeros of their own dtype, as do parameters that the
+    loss does not reach. Gradients with respect to complex parameters follow JAX: the conjugate of torch's.
+
+    A random ``fun`` takes its key as a batch argument (``jax.random.split(key, batch)``; index it with ``[0]`` under
+    ``keep_batch_dim``), so each example draws by its own.
+
+    After ``optax.microbatching.micro_grad``; ``remainder`` and ``partition`` are added, integer leaves are allowed,
+    and arguments may be passed by name. Keyword-only arrays are mapped over axis 0 and, unlike there, keep their
+    axis of length 1 under ``keep_batch_dim``.
+
+    Shapes: batch arguments ``[batch, ...]``; ``fun`` gets ``[1, ...]``, or ``[...]`` without ``keep_batch_dim``, and
+    returns a real loss of shape ``()``. Dtypes are those of the parameters, through ``transform_fn``.
+
+    Args:
+        fun: The loss.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``.
+        argnums: The positions of the arguments to differentiate.
+        batch_argnums: The positions of the arguments that hold the batch, on axis 0.
+        keep_batch_dim: Whether ``fun`` expects a batch axis.
+        microbatch_size: Examples of a microbatch; None for all at once.
+        accumulator: How to join the transformed gradients: ``SUM`` (the default), ``MEAN`` over the examples that
+            ran, ``CONCAT`` to keep each, an :class:`Accumulator`, or a tree of them that is a prefix of the
+            transformed gradient's tree.
+        transform_fn: What to do to the gradient of an example; it may change the tree.
+        metrics_fn: A small summary of an example's gradient before ``transform_fn``, kept for each example.
+        num_real_microbatches: Stop after so many microbatches; what did not run has zeros in ``aux``. See
+            :func:`microbatch`.
+        remainder: ``"error"``, or ``"run"`` to run left-over examples as one smaller microbatch at the end.
+        partition: ``"strided"`` or ``"contiguous"``; see :func:`microbatch`.
+
+    Returns:
+        A function with the arguments of ``fun`` that returns ``(grads, Aux(values, metrics, aux))``. As with
+        ``jax.grad``, ``grads`` is a tuple where ``argnums`` is a sequence, before the transform.
+
+    Raises:
+        TypeError: A loss that is not a real number, an argument to differentiate that holds only integers, ``MEAN``
+            of an integer, an option of a wrong type.
+        ValueError: As in :func:`microbatch`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import micro_grad
+        >>> loss = lambda w, x: jnp.sum(w * x)
+        >>> clip = lambda g: g / jnp.maximum(jnp.linalg.norm(g), 1.0)
+        >>> grad_fn = micro_grad(loss, microbatch_size=1, transform_fn=clip, metrics_fn=jnp.linalg.norm)
+        >>> grads, aux = grad_fn(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
+        >>> grads, aux.values, aux.metrics
+        (Array([0.6, 1.3], dtype=float32), Array([7. , 0.5], dtype=float32), Array([5. , 0.5], dtype=float32))
+    """
+    options = Options.checked(microbatch_size, remainder, partition, num_real_microbatches)
+    check_tree(accumulator)
+    arguments = Arguments.of(fun)
+    wanted = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
+    batched = [arguments.check("batch_argnums", i) for i in indices("batch_argnums", batch_argnums)]
+
+    @wraps(fun)
+    def grads_of(*args: Any, **kwargs: Any) -> tuple[Any, Aux]:
+        places = _places_to_differentiate(arguments, wanted, args, kwargs)
+        axes: dict[Slot, PyTree] = {
+            slot: 0 for slot in slots(arguments, "batch_argnums", batched, args, kwargs) if slot is not None
+        }
+        shared = {*arguments.positional, *places}
+        axes |= {n: _axis_of_keyword(v) for n, v in kwargs.items() if n not in axes and n not in shared}
+        batch = collect(arguments, args, kwargs, list(axes.items()))
+        unchanged: frozenset[int] = frozenset()
+
+        def example(*leaves: jax.Array) -> tuple[Any, Aux]:
+            nonlocal unchanged
+            rows = [jnp.expand_dims(leaf, 0) for leaf in leaves] if keep_batch_dim else leaves
+            new_args, new_kwargs = batch.rebuild(rows)
+            value, aux, grads, zeros = _value_and_grad(fun, has_aux, places, new_args, new_kwargs)
+            grads = grads[0] if isinstance(argnums, int) else grads
+            result = transform_fn(grads)
+            unchanged = frozenset(
+                place for place, leaf in enumerate(jax.tree.leaves(result)) if any(leaf is zero for zero in zeros)
+            )
+            return result, Aux(value, metrics_fn(grads), aux)
+
+        with jax.named_scope("micro_grad"):
+            plan = options.plan(batch.rows)
+            joined = (accumulator, AccumulationType.CONCAT)
+            return accumulate(example, batch, plan, joined, jax.vmap, lambda: unchanged)
+
+    return grads_of
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _places_to_differentiate(
+    arguments: Arguments, wanted: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Slot]:
+    """Where the arguments to differentiate are, each checked to hold something with a derivative."""
+    places = []
+    for target, slot in zip(wanted, slots(arguments, "argnums", wanted, args, kwargs), strict=True):
+        if slot is None:
+            raise TypeError(f"argument {target}, which argnums names, was left at its default. Pass it to the call.")
+        places.append(slot)
+        dtypes = [_dtype(leaf) for leaf in jax.tree.leaves(read(slot, args, kwargs))]
+        name = arguments.label(slot)
+        if any(jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
+            raise TypeError(f"{name} holds random keys, which have no gradient. Pass them as an argument of their own.")
+        if dtypes and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+            found = ", ".join(sorted({jnp.dtype(dtype).name for dtype in dtypes}))
+            raise TypeError(
+                f"{name} is to be differentiated, but holds no floating-point array, only {found}. Cast it to a float, "
+                "or name another argument in argnums."
+            )
+    return places
+
+
+def _value_and_grad(
+    fun: Function, has_aux: bool, places: Sequence[Slot], args: list[Any], kwargs: dict[str, Any]
+) -> tuple[Any, Any, tuple[Any, ...], list[jax.Array]]:
+    """Loss, auxiliary output, gradients at ``places``, and those gradient leaves that stand for integers."""
+    flat, treedef = jax.tree.flatten(tuple(read(place, args, kwargs) for place in places))
+    moving = [i for i, leaf in enumerate(flat) if jnp.issubdtype(_dtype(leaf), jnp.inexact)]
+
+    def loss(floats: list[Any]) -> tuple[Any, Any]:
+        leaves = list(flat)
+        for i, leaf in zip(moving, floats, strict=True):
+            leaves[i] = leaf
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for place, tree in zip(places, treedef.unflatten(leaves), strict=True):
+            write(place, tree, new_args, new_kwargs)
+        return _checked_loss(fun(*new_args, **new_kwargs), has_aux)
+
+    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)([flat[i] for i in moving])
+    gradients = dict(zip(moving, grads, strict=True))
+    zeros = {i: jnp.zeros(jnp.shape(x), _dtype(x)) for i, x in enumerate(flat) if i not in gradients}
+    gradients |= zeros
+    return value, aux, treedef.unflatten([gradients[i] for i in range(len(flat))]), list(zeros.values())
+
+
+def _checked_loss(output: Any, has_aux: bool) -> tuple[Any, Any]:
+    if has_aux and not (isinstance(output, (tuple, list)) and len(output) == 2):
+        raise TypeError(f"has_aux=True needs fun to return (loss, aux), got {jax.tree.structure(output)}.")
+    value, aux = output if has_aux else (output, None)
+    if not jax.tree_util.all_leaves([value]):
+        raise TypeError(
+            f"fun must return a scalar loss for each example, got {jax.tree.structure(value)}. Where it returns more, "
+            "pass has_aux=True and return (loss, aux)."
+        )
+    shape, dtype = jnp.shape(value), _dtype(value)
+    if shape:
+        raise TypeError(
+            f"fun must return a scalar loss for each example, got shape {shape}. Reduce it, for instance with "
+            "jnp.mean, or drop the batch axis with keep_batch_dim=False."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"fun must return a real floating-point loss, got {jnp.dtype(dtype).name}.")
+    return value, aux

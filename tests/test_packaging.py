@@ -1,0 +1,109 @@
+"""What the wheel ships, and what importing the packages loads."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import microtome
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("bridge", "jax_impl", "torch_api")
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def _tree(suffix: str) -> set[str]:
+    """The packages' files with this suffix, as the wheel should name them."""
+    files = [path for part in PARTS for path in (ROOT / part).rglob(f"*{suffix}")]
+    files += ROOT.glob(f"*{suffix}")
+    return {(Path("microtome") / path.relative_to(ROOT)).as_posix() for path in files}
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    # Built from a copy: setuptools keeps what it copied into build/ from earlier runs and would ship that again.
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "py.typed"):
+        shutil.copy(ROOT / name, source)
+    for part in PARTS:
+        shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path_factory.mktemp("wheel")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel")
+    _run(*pip, "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", os.fspath(target), os.fspath(source))
+    (wheel,) = target.glob("microtome-*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_wheel_holds_the_modules_of_the_tree(wheel_names: set[str]) -> None:
+    assert {name for name in wheel_names if name.endswith(".py")} == _tree(".py")
+
+
+def test_wheel_holds_nothing_else(wheel_names: set[str]) -> None:
+    kinds = {name.rsplit("/", 1)[-1] for name in wheel_names if not name.endswith(".py")}
+    assert {kind for kind in kinds if "dist-info" not in kind} <= {
+        "py.typed",
+        "METADATA",
+        "WHEEL",
+        "RECORD",
+        "LICENSE",
+        "top_level.txt",
+    }
+
+
+def test_every_package_is_typed(wheel_names: set[str]) -> None:
+    packages = {name.removesuffix("__init__.py") for name in wheel_names if name.endswith("/__init__.py")}
+    assert {f"{package}py.typed" for package in packages} == {name for name in wheel_names if name.endswith("py.typed")}
+
+
+def _requirements(*, without: tuple[str, ...] = ()) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (wanted for name, wanted in project["optional-dependencies"].items() if name not in without)
+    return [*project["dependencies"], *itertools.chain.from_iterable(extras)]
+
+
+def test_pyproject_pins_nothing() -> None:
+    assert [wanted for wanted in _requirements() if ">=" not in wanted or "==" in wanted] == []
+
+
+def test_constraints_pin_every_requirement() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    # The CUDA extra cannot be installed where these versions were recorded.
+    assert {wanted.split(">=")[0] for wanted in _requirements(without=("cuda",))} <= set(pins)
+    assert [version for version in pins.values() if "+" in version or "@" in version] == []
+
+
+def _loaded_after(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*{{'jax', 'torch', 'torchax', 'torch2jax'}} & set(sys.modules))"
+    return set(_run(sys.executable, "-c", code).split())
+
+
+def test_importing_microtome_loads_no_framework() -> None:
+    assert _loaded_after("import microtome") == set()
+
+
+def test_importing_jax_impl_loads_no_torch() -> None:
+    assert _loaded_after("import microtome.jax_impl") <= {"jax"}
+
+
+def test_the_tests_run_on_this_tree() -> None:
+    assert Path(microtome.__file__).parent == ROOT
+    under_a_second_name = {
+        name
+        for name, module in sys.modules.items()
+        if not name.startswith(("microtome", "tests", "conftest"))
+        and name != "__main__"
+        and any((getattr(module, "__file__", None) or "").startswith(os.fspath(ROOT / part)) for part in PARTS)
+    }
+    assert under_a_second_name == set()

@@ -1,0 +1,1 @@
+"""The transforms for torch functions and tensors."""
