@@ -1,1 +1,0 @@
-"""Values and functions across torch and JAX."""

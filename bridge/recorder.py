@@ -32,14 +32,15 @@ from .lowerings.functions import REPLACEMENTS
 from .values import jax_dtype
 
 aten = torch.ops.aten
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("bridge", "jax_impl", "torch_api"))
 _LIBRARIES = tuple(
     os.path.join(path, "")
-    for path in {*site.getsitepackages(), os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__))}
+    for path in {*site.getsitepackages(), os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))}
 )
-_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_OWN_PARTS = tuple(_OWN + part + os.sep for part in ("bridge", "torch_api", "jax_impl"))
 _VALUE_OPS = (aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.allclose)
 _VALUE_METHODS = {torch.Tensor.numpy: ".numpy()", torch.Tensor.__array__: "numpy.asarray", torch.Tensor.tolist: ".tolist()"}
+_ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 _INDEXING = (aten.index, aten.index_put, aten._unsafe_index, aten._unsafe_index_put)
 
 
@@ -48,26 +49,17 @@ class TraceError(TypeError):
 
 
 def user_line() -> str:
-    """``file.py:12`` of the innermost frame that belongs to no library."""
-    frame = sys._getframe(1)
-    fallback = None
+    """``file.py:12`` of the innermost frame that belongs to no library (of a library's, where there is no other)."""
+    frame: types.FrameType | None = sys._getframe(1)
+    library = "?"
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_OWN_PARTS) and not name.startswith("<"):
-            if not name.startswith(_library_paths()):
+        if not name.startswith((*_OWN, "<frozen")):
+            if not name.startswith(_LIBRARIES):
                 return f"{name}:{frame.f_lineno}"
-            fallback = fallback or f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return fallback or "?"
-
-
-def _library_paths() -> tuple[str, ...]:
-    return _SITE
-
-
-_SITE = tuple(
-    os.path.join(path, "") for path in {*site.getsitepackages(), os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))}
-)
+            library = f"{name}:{frame.f_lineno}" if library == "?" else library
+        frame = frame.f_back
+    return library
 
 
 class _Recorder(ti.TorchDispatchMode):
@@ -104,7 +96,10 @@ class _Recorder(ti.TorchDispatchMode):
         return id(tensor) not in self.where and not isinstance(tensor, ti.FakeTensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # what runs down here is torch's own, not the user's
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(isinstance(t, ti.FunctionalTensor) for t in tensors):
             return NotImplemented
@@ -119,6 +114,8 @@ class _Recorder(ti.TorchDispatchMode):
             with ti.no_dispatch(), context:
                 return func(*args, **kwargs)
         self._refuse_values(func, kwargs)
+        if func in _ALIASES:
+            return self._alias(args[0])
         if func is aten.is_same_size.default:
             return tuple(args[0].shape) == tuple(args[1].shape)
         if func in (aten._linalg_check_errors.default, aten._assert_async.msg, aten._assert_async.default):
@@ -189,6 +186,12 @@ class _Recorder(ti.TorchDispatchMode):
             return self._own(out, tensors, Ref(index))
         owned = [self._own(o, tensors, Ref(index, j)) if isinstance(o, torch.Tensor) else o for j, o in enumerate(outs)]
         return ti.torch_pytree.tree_unflatten(owned, ti.torch_pytree.tree_structure(out))
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.fake:
+            out = tensor.detach()
+        self._bind(out, self.where[id(tensor)])
+        return out
 
     def _own(self, out: torch.Tensor, tensors: list[torch.Tensor], ref: Ref) -> torch.Tensor:
         if any(out is t for t in tensors):  # an op that hands its argument back must not rebind it
@@ -276,7 +279,7 @@ class _Interception(TorchFunctionMode):
         known = self.captured.stand_ins.get(id(tensor))
         if known is not None:
             return known
-        if id(tensor) in self.recorder.where:
+        if id(tensor) in self.recorder.where or torch._is_functional_tensor(tensor):
             return tensor
         _check_supported(tensor)
         with torch._C.DisableTorchFunction():
@@ -404,7 +407,7 @@ def _graph(
     gradients: Any,
 ) -> Graph:
     def value(tensor: torch.Tensor) -> Value:
-        return recorder.value(ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor)
+        return recorder.value(ti.from_fun(tensor) if isinstance(tensor, ti.FunctionalTensor) else tensor)
 
     def position(tensor: torch.Tensor) -> int:
         return recorder.where[id(tensor)].node

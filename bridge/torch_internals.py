@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 try:
@@ -46,6 +48,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "Substitution",
     "TorchDispatchMode",
     "compiling",
     "core_aten_decompositions",
@@ -57,6 +60,19 @@ __all__ = [
     "to_fun",
     "torch_pytree",
 ]
+
+
+class Substitution(TorchFunctionMode):
+    """Every torch function sees other tensors in the place of given ones."""
+
+    def __init__(self, replacements: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.replacements = replacements
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        swap = lambda t: self.replacements.get(id(t), t)
+        args, kwargs = torch_pytree.tree_map_only(torch.Tensor, swap, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -81,6 +97,7 @@ def plain_kernels() -> Iterator[None]:
     checkpoint = torch.utils.checkpoint.CheckpointFunction
     validate = distribution._validate_args  # type: ignore[has-type]
     has_effects = effects.has_effects
+    mkldnn = torch._C._get_mkldnn_enabled()
     fastpath = torch.backends.mha.get_fastpath_enabled()
     skipped = torch.ops.aten._linalg_check_errors.default
     try:
@@ -90,9 +107,11 @@ def plain_kernels() -> Iterator[None]:
         # The reentrant checkpoint refuses torch.autograd.grad, with which the backward pass is recorded.
         checkpoint.apply = staticmethod(_call_without_checkpoint)  # type: ignore[method-assign, assignment]
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+        torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)
+        with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
         del checkpoint.apply
         effects.has_effects = has_effects

@@ -1,0 +1,409 @@
+"""Recorded torch functions as JAX primitives whose derivatives, of any order, are torch's own.
+
+Two primitives stand for a recorded function f:
+
+- ``torch_call`` evaluates it. Its JVP rule evaluates f once more with the residuals of its recorded vector-Jacobian
+  product, and gives the tangents by the second primitive.
+- ``torch_linear`` is the linear map t -> J(x) t. Evaluated, it runs a recording of torch's Jacobian-vector product;
+  transposed, it runs the backward half of f's recording, from the residuals. So reverse mode is torch's backward pass.
+
+Derivatives of derivatives do not differentiate the recorded ops, whose detached values and custom backward passes JAX
+cannot see: the product itself is a torch function (x, cotangents) -> gradients, recorded with ``create_graph=True``,
+and its derivatives are again torch's. Every level is recorded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+
+from . import torch_internals as ti
+from .graph import Graph, Meta, read, run
+from .recorder import record
+from .versions import enable_x64
+
+Arrays = Sequence[jax.Array]
+
+
+class TorchFunction:
+    """A flat torch function, and its recordings: one for each set of inputs whose gradient was asked for.
+
+    Its inputs are the arguments and then the captured tensors, which the first recording finds.
+    """
+
+    def __init__(self, fun: Callable[..., Sequence[torch.Tensor]], metas: Sequence[Meta]) -> None:
+        self.fun: Callable[..., Sequence[torch.Tensor]] | None = fun
+        self.arguments = list(metas)
+        self.captured: list[torch.Tensor] = []
+        self._graphs: dict[tuple[bool, ...], Graph] = {}
+        self._derived: dict[Any, TorchFunction] = {}
+        graph, self.captured = record(fun, self.arguments, [False] * len(metas), [])
+        self.metas = [*self.arguments, *(Meta.of(t) for t in self.captured)]
+        self._graphs[(False,) * len(self.metas)] = graph
+        self.outputs = graph.output_metas
+        self.mutated = [i for i, _ in graph.mutations]
+        self.draws = graph.draws
+
+    def graph(self, need: tuple[bool, ...]) -> Graph:
+        """The recording with the gradients of the inputs that ``need`` names."""
+        if need not in self._graphs:
+            graph, captured = record(self._alive(), self.arguments, need, self.captured)
+            if len(captured) != len(self.captured):
+                raise TypeError("a tensor is captured only while the function is differentiated; pass it as an argument")
+            self._graphs[need] = graph
+        return self._graphs[need]
+
+    def _alive(self) -> Callable[..., Sequence[torch.Tensor]]:
+        if self.fun is None:
+            raise RuntimeError("a torch function was asked for a derivative after its compiled call had ended")
+        return self.fun
+
+    def release(self) -> None:
+        """Forget the function and the tensors that it holds; what is recorded stays usable."""
+        self.fun = None
+        self.captured = []
+        for derived in self._derived.values():
+            derived.release()
+
+    def vjp(self, need: tuple[bool, ...]) -> TorchFunction:
+        """(inputs, cotangents of the differentiable outputs) -> gradients, as a torch function of its own."""
+        return self._derive("vjp", need, [self.outputs[i] for i in self.differentiable(need)])
+
+    def jvp(self, need: tuple[bool, ...]) -> TorchFunction:
+        """(inputs, tangents of the needed inputs) -> tangents of the differentiable outputs."""
+        return self._derive("jvp", need, [meta for meta, n in zip(self.metas, need, strict=True) if n])
+
+    def differentiable(self, need: tuple[bool, ...]) -> list[int]:
+        return [i for i, d in enumerate(self.graph(need).differentiable) if d]
+
+    def _derive(self, kind: str, need: tuple[bool, ...], extra: list[Meta]) -> TorchFunction:
+        if (kind, need) not in self._derived:
+            fun, count = self._alive(), len(self.arguments)
+            captured, outputs, metas = list(self.captured), self.outputs, self.metas
+            rule = _vjp_rule if kind == "vjp" else _jvp_rule
+
+            def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+                inputs, given = tensors[: len(metas)], tensors[len(metas) :]
+                return rule(functools.partial(_with_captured, fun, count, captured), inputs, given, need, outputs)
+
+            self._derived[kind, need] = TorchFunction(derived, [*metas, *extra])
+        return self._derived[kind, need]
+
+
+def _with_captured(fun: Any, count: int, captured: Sequence[torch.Tensor], *inputs: torch.Tensor) -> Any:
+    """Call ``fun`` with the captured tensors replaced by inputs."""
+    with ti.Substitution(dict(zip(map(id, captured), inputs[count:], strict=True))):
+        return fun(*inputs[:count])
+
+
+def _tracked(inputs: Sequence[torch.Tensor], need: Sequence[bool]) -> list[torch.Tensor]:
+    return [x if not n or x.requires_grad else x.detach().requires_grad_() for x, n in zip(inputs, need, strict=True)]
+
+
+def _vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any, metas: Any) -> Sequence[torch.Tensor]:
+    inputs = _tracked(inputs, need)
+    wanted = [x for x, n in zip(inputs, need, strict=True) if n]
+    outputs = [o for o in fun(*inputs) if o.requires_grad]
+    found = torch.autograd.grad(outputs, wanted, cotangents, create_graph=True, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+
+
+def _jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any, metas: Any) -> Sequence[torch.Tensor]:
+    """J t as the derivative of u -> Jᵀu, which is linear in u: every op that torch can differentiate twice has it."""
+    inputs = _tracked(inputs, need)
+    wanted = [x for x, n in zip(inputs, need, strict=True) if n]
+    outputs = [o for o in fun(*inputs) if o.requires_grad]
+    cotangents = [torch.zeros_like(o, requires_grad=True) for o in outputs]
+    found = torch.autograd.grad(outputs, wanted, cotangents, create_graph=True, allow_unused=True)
+    pairs = [(g, t) for g, t in zip(found, tangents, strict=True) if g is not None and g.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(o) for o in outputs]
+    pulled = torch.autograd.grad(
+        [g for g, _ in pairs], cotangents, [t for _, t in pairs], create_graph=True, allow_unused=True
+    )
+    return [torch.zeros_like(o) if p is None else p for o, p in zip(outputs, pulled, strict=True)]
+
+
+# Programs: what the two primitives carry. Each takes a key first, then arrays.
+
+
+class Forward:
+    """Inputs -> outputs, then the final values of the captured tensors that the function writes to."""
+
+    def __init__(self, function: TorchFunction) -> None:
+        self.function = function
+
+    @property
+    def need(self) -> tuple[bool, ...] | None:
+        return None
+
+    @functools.cached_property
+    def avals(self) -> list[Any]:
+        function = self.function
+        return [m.aval for m in (*function.outputs, *(function.metas[i] for i in function.mutated))]
+
+    def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        return _evaluate(self.function.graph((False,) * len(self.function.metas)), key, arrays, saving=False)
+
+    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Outputs and their tangents; residuals and mutations carry none."""
+        function = self.function
+        need = _needed(function.metas, tangents[1:])
+        if not any(need):
+            outs = torch_call_p.bind(*primals, program=self)
+            return outs, [None] * len(outs)
+        differentiable = function.differentiable(need)
+        saving = _saving(function, need)
+        everything = torch_call_p.bind(*primals, program=saving)
+        count = len(function.outputs) + len(function.mutated)
+        outs, saved = everything[:count], everything[count:]
+        if self.need is not None:
+            outs = everything if self.need == need else torch_call_p.bind(*primals, program=self)
+        given = [t for t, n in zip(tangents[1:], need, strict=True) if n]
+        moved = torch_linear_p.bind(
+            *primals, *saved, *given, program=_linear(function, need), linear=len(given)
+        )
+        out_tangents: list[Any] = [None] * len(outs)
+        for i, tangent in zip(differentiable, moved, strict=True):
+            out_tangents[i] = tangent
+        return outs, out_tangents
+
+
+class Saving(Forward):
+    """As Forward, and then the residuals that the backward half reads."""
+
+    def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
+        super().__init__(function)
+        self._need = need
+
+    @property
+    def need(self) -> tuple[bool, ...] | None:
+        return self._need
+
+    @functools.cached_property
+    def avals(self) -> list[Any]:
+        return [*Forward(self.function).avals, *(m.aval for m in self.function.graph(self._need).saved_metas())]
+
+    def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        return _evaluate(self.function.graph(self._need), key, arrays, saving=True)
+
+
+class Backward:
+    """Inputs, residuals, cotangents -> gradients, in JAX's convention for complex numbers (torch's is the conjugate)."""
+
+    def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
+        self.function, self.need = function, need
+        self.graph = function.graph(need)
+
+    @functools.cached_property
+    def avals(self) -> list[Any]:
+        return [m.aval for m, n in zip(self.function.metas, self.need, strict=True) if n]
+
+    def _split(self, arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        inputs = len(self.function.metas)
+        return arrays[:inputs], arrays[inputs : inputs + len(self.graph.saved)], arrays[inputs + len(self.graph.saved) :]
+
+    def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        graph = self.graph
+        inputs, saved, cotangents = self._split(arrays)
+        values: dict[int, Any] = dict(zip([*graph.inputs, *graph.captured], inputs, strict=True))
+        for ref, value in zip(graph.saved, saved, strict=True):
+            if ref.item is None:
+                values[ref.node] = value
+            else:
+                values.setdefault(ref.node, {})[ref.item] = value
+        values.update(zip(graph.cotangents, map(jnp.conj, cotangents), strict=True))
+        with enable_x64():
+            run(graph, graph.backward_nodes, values, key)
+            return [
+                jnp.zeros(aval.shape, aval.dtype)
+                if gradient is None
+                else jnp.conj(read(values, gradient)).astype(aval.dtype).reshape(aval.shape)
+                for gradient, aval in zip(graph.gradients, self.avals, strict=True)
+            ]
+
+    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        outs = torch_call_p.bind(*primals, program=self)
+        inputs, _, cotangents = self._split(primals[1:])
+        moved_inputs, _, moved_cotangents = self._split(tangents[1:])
+        product = Forward(self.function.vjp(self.need))
+        _, moved = product.jvp(
+            [primals[0], *inputs, *map(jnp.conj, cotangents)],
+            [None, *moved_inputs, *(None if t is None else jnp.conj(t) for t in moved_cotangents)],
+        )
+        return outs, [None if t is None else jnp.conj(t) for t in moved[: len(outs)]]
+
+
+class Linear:
+    """Inputs, residuals, tangents -> tangents of the differentiable outputs; linear in the tangents."""
+
+    def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
+        self.function, self.need = function, need
+
+    @functools.cached_property
+    def avals(self) -> list[Any]:
+        return [self.function.outputs[i].aval for i in self.function.differentiable(self.need)]
+
+    def _inputs(self, arrays: Arrays) -> Arrays:
+        count = len(self.function.metas)
+        return [*arrays[:count], *arrays[len(arrays) - sum(self.need) :]]
+
+    def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        return Forward(self.function.jvp(self.need)).run(key, *self._inputs(arrays))
+
+    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        linear = sum(self.need)
+        outs = torch_linear_p.bind(*primals, program=self, linear=linear)
+        if all(t is None for t in self._inputs(tangents[1:])[:-linear]):
+            given = [jnp.zeros_like(p) if t is None else t for p, t in zip(primals[-linear:], tangents[-linear:], strict=True)]
+            return outs, torch_linear_p.bind(*primals[:-linear], *given, program=self, linear=linear)
+        product = Forward(self.function.jvp(self.need))
+        _, moved = product.jvp([primals[0], *self._inputs(primals[1:])], [None, *self._inputs(tangents[1:])])
+        return outs, moved[: len(outs)]
+
+    def transpose(self, residuals: Arrays, cotangents: Arrays) -> list[jax.Array]:
+        return torch_call_p.bind(*residuals, *cotangents, program=_backward(self.function, self.need))
+
+
+@functools.lru_cache(maxsize=1024)
+def _saving(function: TorchFunction, need: tuple[bool, ...]) -> Saving:
+    return Saving(function, need)
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward(function: TorchFunction, need: tuple[bool, ...]) -> Backward:
+    return Backward(function, need)
+
+
+@functools.lru_cache(maxsize=1024)
+def _linear(function: TorchFunction, need: tuple[bool, ...]) -> Linear:
+    return Linear(function, need)
+
+
+def _evaluate(graph: Graph, key: jax.Array, arrays: Arrays, saving: bool) -> list[jax.Array]:
+    values: dict[int, Any] = dict(zip([*graph.inputs, *graph.captured], arrays, strict=True))
+    with enable_x64():
+        run(graph, graph.saving_nodes if saving else graph.forward_nodes, values, key)
+        results = [read(values, o) for o in (*graph.outputs, *(v for _, v in graph.mutations))]
+        return results + ([read(values, ref) for ref in graph.saved] if saving else [])
+
+
+def _needed(metas: Sequence[Meta], tangents: Sequence[Any]) -> tuple[bool, ...]:
+    return tuple(t is not None and m.differentiable for m, t in zip(metas, tangents, strict=True))
+
+
+class Batched:
+    """A program mapped over leading axes. Rules of the inner program are applied under ``jax.vmap``, and so map too."""
+
+    def __init__(self, inner: Any, axes: tuple[int | None, ...], size: int) -> None:
+        self.inner, self.axes, self.size = inner, axes, size
+
+    @functools.cached_property
+    def avals(self) -> list[Any]:
+        return [a.update(shape=(self.size, *a.shape)) for a in self.inner.avals]
+
+    def run(self, *arrays: jax.Array) -> list[jax.Array]:
+        return jax.vmap(self.inner.run, self.axes, axis_size=self.size)(*arrays)
+
+    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        given = [t for t in tangents if t is not None]
+        where = [t is not None for t in tangents]
+        moved_axes = [a for a, w in zip(self.axes, where, strict=True) if w]
+        present: list[bool] = []
+
+        def rule(primals: Arrays, given: Arrays) -> tuple[list[Any], list[Any]]:
+            rest = iter(given)
+            outs, moved = self.inner.jvp(primals, [next(rest) if w else None for w in where])
+            present[:] = [t is not None for t in moved]
+            return outs, [t for t in moved if t is not None]
+
+        outs, moved = jax.vmap(rule, (list(self.axes), moved_axes), axis_size=self.size)(list(primals), given)
+        rest = iter(moved)
+        return outs, [next(rest) if p else None for p in present]
+
+    def transpose(self, residuals: Arrays, cotangents: Arrays) -> list[jax.Array]:
+        count = len(residuals)
+        grads = jax.vmap(self.inner.transpose, (list(self.axes[:count]), 0), axis_size=self.size)(
+            list(residuals), list(cotangents)
+        )
+        # A tangent that every row shares collects from all rows; one mapped over another axis goes back there.
+        return [
+            g.sum(0) if axis is None else jnp.moveaxis(g, 0, axis)
+            for g, axis in zip(grads, self.axes[count:], strict=True)
+        ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _batched(inner: Any, axes: tuple[int | None, ...], size: int) -> Batched:
+    return Batched(inner, axes, size)
+
+
+torch_call_p = jex.Primitive("torch_call")
+torch_call_p.multiple_results = True
+torch_linear_p = jex.Primitive("torch_linear")
+torch_linear_p.multiple_results = True
+
+
+def _run(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
+    return program.run(*arrays)
+
+
+def _run_now(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
+    compiled = program.__dict__.setdefault("compiled", None) or jax.jit(program.run)
+    program.compiled = compiled
+    return compiled(*arrays)
+
+
+def _abstract(*avals: Any, program: Any, linear: int = 0) -> list[Any]:
+    return program.avals
+
+
+def _jvp(primals: Arrays, tangents: Sequence[Any], *, program: Any, linear: int = 0) -> tuple[list[Any], list[Any]]:
+    given = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
+    outs, moved = program.jvp(primals, given)
+    zeros = [ad.Zero(jax.typeof(o).to_tangent_aval()) for o in outs]
+    return outs, [z if t is None else t for z, t in zip(zeros, moved, strict=True)]
+
+
+def _batch(arrays: Arrays, axes: Sequence[int | None], *, program: Any, **params: Any) -> tuple[list[Any], list[int]]:
+    size = next(a.shape[d] for a, d in zip(arrays, axes, strict=True) if d is not None)
+    primitive = torch_linear_p if params else torch_call_p
+    outs = primitive.bind(*arrays, program=_batched(program, tuple(axes), size), **params)
+    return outs, [0] * len(outs)
+
+
+def _transpose(cotangents: Sequence[Any], *arrays: Any, program: Any, linear: int) -> list[Any]:
+    residuals = arrays[: len(arrays) - linear]
+    if any(ad.is_undefined_primal(r) for r in residuals):
+        raise NotImplementedError("torch_linear is linear in its tangents only")
+    given = [ad.instantiate_zeros(c) if type(c) is ad.Zero else c for c in cotangents]
+    grads = program.transpose(residuals, given)
+    return [None] * len(residuals) + grads
+
+
+for _primitive in (torch_call_p, torch_linear_p):
+    _primitive.def_impl(_run_now)
+    _primitive.def_abstract_eval(_abstract)
+    ad.primitive_jvps[_primitive] = _jvp
+    batching.primitive_batchers[_primitive] = _batch
+    mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_transposes[torch_linear_p] = _transpose
+
+
+def call(function: TorchFunction, key: Any, arrays: Arrays) -> list[jax.Array]:
+    """Evaluate a recorded function; outputs, then the final values of the captured tensors that it writes to."""
+    key = np.zeros(2, np.uint32) if key is None else key
+    return torch_call_p.bind(key, *arrays, program=_forward(function))
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward(function: TorchFunction) -> Forward:
+    return Forward(function)

@@ -1,0 +1,143 @@
+"""Pytrees across the two frameworks: what goes in as a dict, named tuple or dataclass comes back as one.
+
+JAX sorts the keys of a dict, torch keeps their order; torch registers containers that JAX does not know. On the JAX
+side a dict is therefore a :class:`Dict`, which keeps its order, and a container known to torch alone is a ``_Container``.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as torch_pytree
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Dict(dict):  # type: ignore[type-arg]
+    """A dict whose order survives JAX's tree functions."""
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        return [(jax.tree_util.DictKey(k), v) for k, v in self.items()], tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple[Any, ...], values: Any) -> Dict:
+        return cls(zip(keys, values, strict=True))
+
+
+class _Container:
+    """A node that only torch knows: its children, and how to build it again."""
+
+    def __init__(self, children: list[Any], build: _Build) -> None:
+        self.children, self.build = children, build
+
+
+@dataclasses.dataclass(frozen=True)
+class _Build:
+    """How a container is put together: the type, and the context or the field names that belong to it."""
+
+    type: type
+    context: Any
+    fields: tuple[str, ...] | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.type, self.fields))
+
+    def __call__(self, children: list[Any]) -> Any:
+        if self.fields is None:
+            return torch_pytree.SUPPORTED_NODES[self.type].unflatten_fn(children, self.context)
+        made = object.__new__(self.type)
+        for name, child in zip(self.fields, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+
+jax.tree_util.register_pytree_node(
+    _Container, lambda c: (c.children, c.build), lambda build, children: _Container(list(children), build)
+)
+
+
+class Rows:
+    """An argument of a batched call with the number of each of its rows, by which random draws are told apart."""
+
+    def __init__(self, value: Any, index: Any) -> None:
+        self.value, self.index = value, index
+
+
+jax.tree_util.register_pytree_node(Rows, lambda r: ((r.value, r.index), None), lambda _, c: Rows(*c))
+
+_JAX_NODES = (list, tuple, type(None), collections.OrderedDict, Dict, Rows, _Container)
+
+
+def to_jax_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
+    """The same tree with containers that JAX can flatten and rebuild, ``leaf`` applied to the leaves."""
+
+    def convert(x: Any) -> Any:
+        kind = type(x)
+        if isinstance(x, torch.Tensor):
+            return leaf(x)
+        if kind is dict:
+            return Dict({k: convert(v) for k, v in x.items()})
+        if kind in torch_pytree.SUPPORTED_NODES and not isinstance(x, _JAX_NODES):
+            children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(x)
+            return _Container([convert(c) for c in children], _Build(kind, context))
+        one_level = _one_level(x)
+        if one_level is not None:
+            children, build = one_level
+            return build([convert(c) for c in children])
+        if dataclasses.is_dataclass(x) and not isinstance(x, type) and _holds_tensor(x):
+            fields = tuple(f.name for f in dataclasses.fields(x))
+            return _Container([convert(getattr(x, f)) for f in fields], _Build(kind, None, fields))
+        return leaf(x)
+
+    return convert(tree)
+
+
+def to_torch_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
+    """The way back of :func:`to_jax_tree`."""
+
+    def convert(x: Any) -> Any:
+        kind = type(x)
+        if kind in (Dict, dict):
+            return {k: convert(v) for k, v in x.items()}
+        if kind is _Container:
+            return x.build([convert(c) for c in x.children])
+        if kind is Rows:
+            return convert(x.value)
+        one_level = _one_level(x)
+        if one_level is not None:
+            children, build = one_level
+            return build([convert(c) for c in children])
+        return leaf(x)
+
+    return convert(tree)
+
+
+def without_rows(tree: Any) -> tuple[Any, Any]:
+    """The tree with each :class:`Rows` replaced by its value, and the first row numbers found (None without any)."""
+    found: list[Any] = []
+
+    def strip(x: Any) -> Any:
+        if isinstance(x, Rows):
+            found.append(x.index)
+            return x.value
+        return x
+
+    stripped = jax.tree.map(strip, tree, is_leaf=lambda x: isinstance(x, Rows))
+    return stripped, (found[0] if found else None)
+
+
+def _one_level(x: Any) -> tuple[list[Any], Callable[[Any], Any]] | None:
+    """Children and builder of a node known to JAX; None for a leaf."""
+    children, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
+    if jax.tree_util.treedef_is_leaf(treedef) and treedef.num_leaves == 1:
+        return None
+    return children, treedef.unflatten
+
+
+def _holds_tensor(x: Any) -> bool:
+    values = [getattr(x, f.name) for f in dataclasses.fields(x)]
+    return any(isinstance(v, torch.Tensor) for value in values for v in torch_pytree.tree_leaves(value))
