@@ -35,6 +35,8 @@ _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LONG = 10_000  # a longer list is data, not configuration: told apart by identity
 
+SOURCE = "__microtome_source__"
+
 Path = tuple[Any, str] | None
 
 
@@ -161,6 +163,10 @@ class Walk:
                 self._visit(v, (path, f"[{i}]"))
 
     def _function(self, f: types.FunctionType, path: Path) -> None:
+        if SOURCE in f.__dict__:  # a traced torch function: what counts is the torch function
+            self.parts.append(SOURCE)
+            self._visit(f.__dict__[SOURCE], path)
+            return
         code = f.__code__
         user = not code.co_filename.startswith((*_LIBRARIES, *_OWN))
         if not user and not f.__closure__ and not f.__defaults__ and not f.__kwdefaults__:

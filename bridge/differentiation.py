@@ -40,38 +40,33 @@ class TorchFunction:
     """
 
     def __init__(self, fun: Callable[..., Sequence[torch.Tensor]], metas: Sequence[Meta]) -> None:
-        self.fun: Callable[..., Sequence[torch.Tensor]] | None = fun
+        self.fun = fun
         self.arguments = list(metas)
         self.captured: list[torch.Tensor] = []
         self._graphs: dict[tuple[bool, ...], Graph] = {}
         self._derived: dict[Any, TorchFunction] = {}
+        self._programs: dict[Any, Any] = {}
         graph, self.captured = record(fun, self.arguments, [False] * len(metas), [])
         self.metas = [*self.arguments, *(Meta.of(t) for t in self.captured)]
         self._graphs[(False,) * len(self.metas)] = graph
         self.outputs = graph.output_metas
-        self.mutated = [i for i, _ in graph.mutations]
+        self.mutated = [len(self.arguments) + i for i, _ in graph.mutations]
         self.draws = graph.draws
 
     def graph(self, need: tuple[bool, ...]) -> Graph:
         """The recording with the gradients of the inputs that ``need`` names."""
         if need not in self._graphs:
-            graph, captured = record(self._alive(), self.arguments, need, self.captured)
+            graph, captured = record(self.fun, self.arguments, need, self.captured)
             if len(captured) != len(self.captured):
                 raise TypeError("a tensor is captured only while the function is differentiated; pass it as an argument")
             self._graphs[need] = graph
         return self._graphs[need]
 
-    def _alive(self) -> Callable[..., Sequence[torch.Tensor]]:
-        if self.fun is None:
-            raise RuntimeError("a torch function was asked for a derivative after its compiled call had ended")
-        return self.fun
-
-    def release(self) -> None:
-        """Forget the function and the tensors that it holds; what is recorded stays usable."""
-        self.fun = None
-        self.captured = []
-        for derived in self._derived.values():
-            derived.release()
+    def program(self, kind: type[Any], *args: Any) -> Any:
+        """The program of a kind, made once: equal calls then share their compiled code."""
+        if (kind, args) not in self._programs:
+            self._programs[kind, args] = kind(self, *args)
+        return self._programs[kind, args]
 
     def vjp(self, need: tuple[bool, ...]) -> TorchFunction:
         """(inputs, cotangents of the differentiable outputs) -> gradients, as a torch function of its own."""
@@ -86,7 +81,7 @@ class TorchFunction:
 
     def _derive(self, kind: str, need: tuple[bool, ...], extra: list[Meta]) -> TorchFunction:
         if (kind, need) not in self._derived:
-            fun, count = self._alive(), len(self.arguments)
+            fun, count = self.fun, len(self.arguments)
             captured, outputs, metas = list(self.captured), self.outputs, self.metas
             rule = _vjp_rule if kind == "vjp" else _jvp_rule
 
@@ -161,7 +156,7 @@ class Forward:
             outs = torch_call_p.bind(*primals, program=self)
             return outs, [None] * len(outs)
         differentiable = function.differentiable(need)
-        saving = _saving(function, need)
+        saving = function.program(Saving, need)
         everything = torch_call_p.bind(*primals, program=saving)
         count = len(function.outputs) + len(function.mutated)
         outs, saved = everything[:count], everything[count:]
@@ -169,7 +164,7 @@ class Forward:
             outs = everything if self.need == need else torch_call_p.bind(*primals, program=self)
         given = [t for t, n in zip(tangents[1:], need, strict=True) if n]
         moved = torch_linear_p.bind(
-            *primals, *saved, *given, program=_linear(function, need), linear=len(given)
+            *primals, *saved, *given, program=function.program(Linear, need), linear=len(given)
         )
         out_tangents: list[Any] = [None] * len(outs)
         for i, tangent in zip(differentiable, moved, strict=True):
@@ -234,7 +229,7 @@ class Backward:
         outs = torch_call_p.bind(*primals, program=self)
         inputs, _, cotangents = self._split(primals[1:])
         moved_inputs, _, moved_cotangents = self._split(tangents[1:])
-        product = Forward(self.function.vjp(self.need))
+        product = self.function.vjp(self.need).program(Forward)
         _, moved = product.jvp(
             [primals[0], *inputs, *map(jnp.conj, cotangents)],
             [None, *moved_inputs, *(None if t is None else jnp.conj(t) for t in moved_cotangents)],
@@ -257,7 +252,7 @@ class Linear:
         return [*arrays[:count], *arrays[len(arrays) - sum(self.need) :]]
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        return Forward(self.function.jvp(self.need)).run(key, *self._inputs(arrays))
+        return self.function.jvp(self.need).program(Forward).run(key, *self._inputs(arrays))
 
     def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         linear = sum(self.need)
@@ -265,27 +260,12 @@ class Linear:
         if all(t is None for t in self._inputs(tangents[1:])[:-linear]):
             given = [jnp.zeros_like(p) if t is None else t for p, t in zip(primals[-linear:], tangents[-linear:], strict=True)]
             return outs, torch_linear_p.bind(*primals[:-linear], *given, program=self, linear=linear)
-        product = Forward(self.function.jvp(self.need))
+        product = self.function.jvp(self.need).program(Forward)
         _, moved = product.jvp([primals[0], *self._inputs(primals[1:])], [None, *self._inputs(tangents[1:])])
         return outs, moved[: len(outs)]
 
     def transpose(self, residuals: Arrays, cotangents: Arrays) -> list[jax.Array]:
-        return torch_call_p.bind(*residuals, *cotangents, program=_backward(self.function, self.need))
-
-
-@functools.lru_cache(maxsize=1024)
-def _saving(function: TorchFunction, need: tuple[bool, ...]) -> Saving:
-    return Saving(function, need)
-
-
-@functools.lru_cache(maxsize=1024)
-def _backward(function: TorchFunction, need: tuple[bool, ...]) -> Backward:
-    return Backward(function, need)
-
-
-@functools.lru_cache(maxsize=1024)
-def _linear(function: TorchFunction, need: tuple[bool, ...]) -> Linear:
-    return Linear(function, need)
+        return torch_call_p.bind(*residuals, *cotangents, program=self.function.program(Backward, self.need))
 
 
 def _evaluate(graph: Graph, key: jax.Array, arrays: Arrays, saving: bool) -> list[jax.Array]:
@@ -341,9 +321,11 @@ class Batched:
         ]
 
 
-@functools.lru_cache(maxsize=1024)
 def _batched(inner: Any, axes: tuple[int | None, ...], size: int) -> Batched:
-    return Batched(inner, axes, size)
+    made: dict[Any, Batched] = inner.__dict__.setdefault("batched", {})
+    if (axes, size) not in made:
+        made[axes, size] = Batched(inner, axes, size)
+    return made[axes, size]
 
 
 torch_call_p = jex.Primitive("torch_call")
@@ -401,9 +383,5 @@ ad.primitive_transposes[torch_linear_p] = _transpose
 def call(function: TorchFunction, key: Any, arrays: Arrays) -> list[jax.Array]:
     """Evaluate a recorded function; outputs, then the final values of the captured tensors that it writes to."""
     key = np.zeros(2, np.uint32) if key is None else key
-    return torch_call_p.bind(key, *arrays, program=_forward(function))
+    return torch_call_p.bind(key, *arrays, program=function.program(Forward))
 
-
-@functools.lru_cache(maxsize=1024)
-def _forward(function: TorchFunction) -> Forward:
-    return Forward(function)

@@ -1,0 +1,349 @@
+"""``as_torch``: a JAX callable as a torch callable, compiled once per signature and part of torch's autograd."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from .captures import Same, Walk, forked_child
+from .context import Call, current_call, running
+from .trees import to_jax_tree, to_torch_tree
+from .values import array_to_tensor, jax_dtype, tensor_to_array
+from .versions import enable_x64
+
+_CACHE_SIZE = 256
+_MANY = 32  # compilations of one function after which a warning names it
+_KEY = jax.ShapeDtypeStruct((2,), "uint32")
+_LOCK = threading.RLock()
+_PROGRAMS: collections.OrderedDict[Any, Program] = collections.OrderedDict()
+Body = Callable[..., Any]
+_COMPILED: collections.Counter[Any] = collections.Counter()
+
+
+def as_torch(jax_fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A JAX callable as a torch callable: ``to_torch(jax.jit(jax_fun)(*to_jax(args)))``, and part of torch's autograd.
+
+    Compiled once for each signature: structure, dtypes and shapes of the arguments, values of the static ones (ints,
+    bools, strings, None, floats), and what the function captures. Tensors that torch functions inside capture are
+    inputs of the program, read at each call, and receive gradients. The computation runs on the tensors' device.
+
+    Args:
+        jax_fun: a function of pytrees of arrays, such as ``jax.grad(as_jax(loss))`` or a JAX library's.
+
+    Returns:
+        The torch callable, with the signature of ``jax_fun``. Outputs carry a ``grad_fn`` when an input or a captured
+        tensor requires grad; the backward pass is compiled too, and can be differentiated again.
+
+    Raises:
+        TypeError, ValueError: for tensors that XLA cannot take, on mixed devices, or on a device without a JAX backend.
+
+    >>> import torch
+    >>> from microtome.bridge import as_torch
+    >>> import jax.numpy as jnp
+    >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> as_torch(lambda a: jnp.sum(a ** 3))(x).backward()
+    >>> x.grad
+    tensor([ 3., 12.])
+    """
+
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        return _call(jax_fun, args, kwargs)
+
+    functools.update_wrapper(fun, jax_fun)
+    fun.lower = lambda *args, **kwargs: _program(jax_fun, args, kwargs)[0]  # type: ignore[attr-defined]
+    return fun
+
+
+def _call(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    program, tensors, body = _program(jax_fun, args, kwargs)
+    key = _new_key(program.draws)
+    needs_grad = torch.is_grad_enabled() and any(
+        t.requires_grad and (t.is_floating_point() or t.is_complex()) for t in tensors
+    )
+    outputs = _Differentiable.apply(program, body, key, *tensors) if needs_grad else program.forward(key, tensors)
+    return program.unflatten(outputs)
+
+
+def _program(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[torch.Tensor], Body]:
+    if forked_child():
+        raise RuntimeError(
+            "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA would "
+            "hang. Call it in the parent, or start workers with multiprocessing_context='spawn'."
+        )
+    leaves, treedef = jax.tree.flatten(to_jax_tree((args, kwargs)))
+    dynamic = [isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray)) for leaf in leaves]
+    arguments = [_tensor(leaf) for leaf, d in zip(leaves, dynamic, strict=True) if d]
+    statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
+    walk = Walk(jax_fun)
+    signature = (
+        treedef,
+        tuple(dynamic),
+        tuple((t.dtype, t.shape, t.device) for t in arguments),
+        tuple(map(_static, statics)),
+        walk.key,
+    )
+
+    def body(*arrays: Any) -> Any:
+        rest, fixed = iter(arrays), iter(statics)
+        args, kwargs = treedef.unflatten([next(rest) if d else next(fixed) for d in dynamic])
+        return jax_fun(*args, **kwargs)
+
+    with _LOCK:
+        program = _PROGRAMS.get(signature)
+        if program is None or any(ref() is None for ref in program.hidden):
+            program = _PROGRAMS[signature] = Program(body, arguments, walk.tensors)
+            if len(_PROGRAMS) > _CACHE_SIZE:
+                _PROGRAMS.popitem(last=False)
+            _warn_of_many(jax_fun, walk)
+        _PROGRAMS.move_to_end(signature)
+        hidden = [t for t in (ref() for ref in program.hidden) if t is not None]
+    return program, [*arguments, *walk.tensors, *hidden], body
+
+
+def _warn_of_many(jax_fun: Callable[..., Any], walk: Walk) -> None:
+    identity = next((part for part in walk.parts if hasattr(part, "co_code")), None)
+    _COMPILED[identity] += 1
+    if _COMPILED[identity] == _MANY:
+        name = getattr(jax_fun, "__name__", repr(jax_fun))
+        warnings.warn(
+            f"{name} has been compiled {_MANY} times: shapes, static arguments or captured Python values change between "
+            "calls. Pass numbers that change as 0-d tensors, and keep shapes fixed (pad the last batch).",
+            stacklevel=4,
+        )
+
+
+def _static(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return (type(value), value.hex() if isinstance(value, float) else value)
+
+
+def _tensor(leaf: Any) -> torch.Tensor:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    return array_to_tensor(leaf) if isinstance(leaf, jax.Array) else torch.as_tensor(leaf)
+
+
+def _new_key(draws: bool) -> np.ndarray:
+    """A key from torch's default generator, taken only if the program draws."""
+    if not draws:
+        return np.zeros(2, np.uint32)
+    return torch.randint(0, 2**32, (2,), dtype=torch.int64).numpy().astype(np.uint32)
+
+
+class Program:
+    """A JAX function compiled for one signature: the forward pass alone, and forward and backward with residuals.
+
+    It keeps compiled programs and shapes, no tensors and no functions. Its inputs are the arguments, the tensors that a
+    walk over the function found, and ``hidden`` ones that only the trace met.
+    """
+
+    def __init__(self, body: Body, arguments: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> None:
+        self.device = _common_device([*arguments, *captured])
+        self.count = len(arguments)
+        self._shape: list[Any] = []
+        self._backward: dict[Any, tuple[Any, ...]] = {}
+        inputs = [*arguments, *captured]
+        while True:
+            trace = _Trace(body, inputs, self.count, self.device)
+            self._forward = trace.compile_forward()
+            if not trace.call.missing:
+                break
+            inputs = [*inputs, *trace.call.missing]
+        self.hidden = [weakref.ref(t) for t in inputs[len(arguments) + len(captured) :]]
+        self.draws, self._shape = trace.call.draws, trace.shape
+        self.mutated = [trace.position(t) for t, _ in trace.call.mutations]
+
+    def backward(self, body: Body, need: tuple[bool, ...], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """(forward with residuals, the inputs among the residuals, backward) for the inputs that ``need`` names."""
+        with _LOCK:
+            if need not in self._backward:
+                self._backward[need] = _Trace(body, tensors, self.count, self.device).compile_backward(need)
+            return self._backward[need]
+
+    def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with enable_x64():
+            outputs, updates = self._forward(key, *map(tensor_to_array, tensors))
+            return self.finish(tensors, outputs, updates)
+
+    def finish(self, tensors: Sequence[torch.Tensor], outputs: Any, updates: Any) -> list[torch.Tensor]:
+        made = [array_to_tensor(o) for o in outputs]
+        with torch.no_grad():
+            for i, value in zip(self.mutated, updates, strict=True):
+                tensors[i].copy_(array_to_tensor(value))
+        return made
+
+    def unflatten(self, outputs: Sequence[torch.Tensor]) -> Any:
+        treedef, made, others = self._shape
+        rest = iter(outputs)
+        return to_torch_tree(treedef.unflatten([next(rest) if m else o for m, o in zip(made, others, strict=True)]))
+
+    def memory_analysis(self) -> Any:
+        """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""
+        return self._forward.memory_analysis()
+
+
+class _Trace:
+    """The tensors, functions and JAX context of one compilation; nothing of it outlives that."""
+
+    def __init__(self, body: Body, inputs: Sequence[torch.Tensor], count: int, device: torch.device) -> None:
+        self.body, self.inputs, self.count = body, inputs, count
+        self.call = Call({}, None, device)
+        self.shape: list[Any] = []
+        where = jax.sharding.SingleDeviceSharding(_jax_device(device))
+        self.avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype), sharding=where) for t in inputs]
+
+    def position(self, tensor: torch.Tensor) -> int:
+        return next(i for i, t in enumerate(self.inputs) if t is tensor and i >= self.count)
+
+    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Run the function on tracers: flat outputs, and the new values of buffers."""
+        captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
+        self.call.tensors.update({id(t): a for t, a in captured})
+        self.call.enter_body()
+        leaves, treedef = jax.tree.flatten(to_jax_tree(self.body(*arrays[: self.count])))
+        made = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
+        self.shape = [treedef, made, [None if m else leaf for leaf, m in zip(leaves, made, strict=True)]]
+        return [jnp.asarray(x) for x, m in zip(leaves, made, strict=True) if m], [v for _, v in self.call.mutations]
+
+    def pull(self, need: tuple[bool, ...], key: Any, arrays: Sequence[Any]) -> Any:
+        """``jax.vjp`` of the function in the inputs that ``need`` names."""
+        self.call.key = key
+
+        def run(*moving: Any) -> Any:
+            rest = iter(moving)
+            return self.run([next(rest) if n else a for n, a in zip(need, arrays, strict=True)])
+
+        return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
+
+    def compile_forward(self) -> Any:
+        def forward(key: Any, *arrays: Any) -> Any:
+            self.call.key = key
+            return self.run(arrays)
+
+        with enable_x64(), running(self.call):
+            lowered = jax.jit(forward).lower(_KEY, *self.avals)
+            return None if self.call.missing else lowered.compile()
+
+    def compile_backward(self, need: tuple[bool, ...]) -> tuple[Any, ...]:
+        kept: list[Any] = []
+
+        def forward(key: Any, *arrays: Any) -> Any:
+            outputs, pull, updates = self.pull(need, key, arrays)
+            leaves, treedef = jax.tree.flatten(pull)
+            # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
+            which = [next((i for i, a in enumerate(arrays) if a is leaf), None) for leaf in leaves]
+            kept[:] = [treedef, which]
+            return outputs, updates, [leaf for leaf, i in zip(leaves, which, strict=True) if i is None]
+
+        def backward(saved: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            given, made = iter(saved), iter(residuals)
+            pull = treedef.unflatten([next(made) if i is None else next(given) for i in which])
+            return [jnp.conj(g) for g in pull(_jax_cotangents(cotangents))]
+
+        with enable_x64(), running(self.call):
+            lowered = jax.jit(forward).lower(_KEY, *self.avals)
+            compiled = lowered.compile()
+            treedef, which = kept
+            outputs, _, residuals = lowered.out_info
+            saved = [i for i in which if i is not None]
+            lowered = jax.jit(backward).lower([self.avals[i] for i in saved], residuals, outputs)
+            return compiled, saved, lowered.compile()
+
+
+def _jax_cotangents(cotangents: Sequence[Any]) -> list[Any]:
+    """JAX's cotangents: the conjugates of torch's, and none for integers."""
+    return [
+        jnp.conj(c) if jnp.issubdtype(c.dtype, jnp.inexact) else np.zeros(c.shape, jax.dtypes.float0)
+        for c in cotangents
+    ]
+
+
+def _common_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        names = sorted(map(str, devices))
+        raise ValueError(f"the tensors are on different devices ({', '.join(names)}); move them to one with .to(device)")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _jax_device(device: torch.device) -> Any:
+    kind = {"cpu": "cpu", "cuda": "gpu"}.get(device.type)
+    try:
+        return jax.devices(kind)[device.index or 0] if kind else None
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"the tensors are on {device}, but JAX has no backend for it ({error}); install jax[cuda13] (or the extra of "
+            "your CUDA version), or move the tensors to the CPU"
+        ) from None
+
+
+class _Differentiable(torch.autograd.Function):
+    """A compiled call as a node of torch's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, program: Program, body: Body, key: Any, *tensors: torch.Tensor) -> Any:
+        wanted = ctx.needs_input_grad[3:]
+        need = tuple(n and (t.is_floating_point() or t.is_complex()) for n, t in zip(wanted, tensors, strict=True))
+        compiled, saved, backward = program.backward(body, need, tensors)
+        with enable_x64():
+            outputs, updates, residuals = compiled(key, *map(tensor_to_array, tensors))
+            made = program.finish(tensors, outputs, updates)
+        ctx.save_for_backward(*(tensors[i] for i in saved))
+        ctx.residuals, ctx.compiled, ctx.need = residuals, backward, need
+        ctx.again = (program, body, key, tensors, [t._version for t in tensors])
+        ctx.mark_non_differentiable(*(m for m in made if not (m.is_floating_point() or m.is_complex())))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            grads = _differentiable_backward(*ctx.again, ctx.need, cotangents)
+        else:
+            with enable_x64():
+                saved = [tensor_to_array(t) for t in ctx.saved_tensors]
+                found = ctx.compiled(saved, ctx.residuals, [tensor_to_array(c) for c in cotangents])
+                grads = [array_to_tensor(g) for g in found]
+        rest = iter(grads)
+        return None, None, None, *(next(rest) if n else None for n in ctx.need)
+
+
+def _differentiable_backward(
+    program: Program,
+    body: Body,
+    key: Any,
+    tensors: Sequence[torch.Tensor],
+    versions: Sequence[int],
+    need: tuple[bool, ...],
+    cotangents: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The backward pass as a call of its own, from the inputs, so that torch can differentiate it again."""
+    if [t._version for t in tensors] != list(versions):
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation between the "
+            "forward pass and a backward pass with create_graph=True"
+        )
+    count, device = program.count, program.device
+
+    def product(key: Any, inputs: Any, cotangents: Any) -> list[Any]:
+        outer = current_call()
+        trace = _Trace(body, tensors, count, device)
+        with running(trace.call):
+            _, pull, _ = trace.pull(need, key, inputs)
+        if outer is not None:
+            outer.draws = outer.draws or trace.call.draws
+        return [jnp.conj(g) for g in pull(_jax_cotangents(cotangents))]
+
+    return as_torch(product)(torch.from_numpy(key), list(tensors), list(cotangents))  # type: ignore[no-any-return]

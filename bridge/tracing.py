@@ -1,0 +1,233 @@
+"""``as_jax``: a torch callable as a JAX-traceable callable."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from .captures import SOURCE, Restored, Same, Walk
+from .context import Call, current_call
+from .differentiation import TorchFunction, call
+from .graph import Meta
+from .recorder import TraceError
+from .trees import to_jax_tree, to_torch_tree, without_rows
+from .values import array_to_tensor, tensor_to_array, torch_dtype
+from .versions import enable_x64
+
+Engine = Literal["record", "torch2jax"]
+_CACHE_SIZE = 64
+
+
+def as_jax(torch_fun: Callable[..., Any], engine: Engine = "record") -> Callable[..., Any]:
+    """A torch callable as a JAX-traceable callable: ``jax.jit``, ``grad``, ``jvp``, ``vmap`` and ``scan`` apply to it.
+
+    The function runs once per signature on fake tensors; JAX runs what torch recorded. Values and dtypes are eager
+    torch's, 64-bit types included. Derivatives of every order, forward and reverse, are those of torch's autograd
+    (JAX's convention for complex numbers holds inside JAX: the conjugate of torch's).
+
+    Tensors that the function captures (parameters, closures, globals) are read at each call. Inside :func:`as_torch`
+    they are inputs of the compiled program; under a ``jax.jit`` of your own they are constants of that trace, as any
+    captured array is: pass parameters as arguments there.
+
+    Args:
+        torch_fun: a function, lambda, bound method or ``nn.Module`` from pytrees of tensors to pytrees of tensors.
+            Ints, bools, strings, None and floats among the arguments are static.
+        engine: ``"record"`` (torch records, JAX runs) or ``"torch2jax"``, an independent second opinion for
+            cross-checks: it differentiates by JAX's rules, bakes captured tensors in, and supports fewer ops.
+
+    Returns:
+        ``fun(*args, key=None, **kwargs)``: arrays where the torch function has tensors. ``key`` (a ``jax.random`` key)
+        is required when the function draws random numbers outside :func:`as_torch`, which passes its own.
+
+    Raises:
+        TypeError: when called, if the function asks for the value of a tensor (``.item()``, ``if``), has a result whose
+            shape depends on values, or uses an op without a lowering. The message names the line.
+        ValueError: for an unknown engine, or a random draw without a key.
+
+    >>> import jax, torch
+    >>> from microtome.bridge import as_jax
+    >>> square = as_jax(lambda x: (x * x).sum())
+    >>> print(jax.grad(square)(jax.numpy.array([1.0, 2.0])))
+    [2. 4.]
+    """
+    if engine == "torch2jax":
+        from .torch2jax_engine import as_jax_by_torch2jax
+
+        return as_jax_by_torch2jax(torch_fun)
+    if engine != "record":
+        raise ValueError(f'engine must be "record" or "torch2jax", not {engine!r}')
+    traced = _Traced(torch_fun)
+    own_key = "key" in _parameters(torch_fun)
+
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        key = None if own_key else kwargs.pop("key", None)
+        return traced(args, kwargs, key)
+
+    _wrap(fun, torch_fun)
+    return fun
+
+
+def _wrap(fun: Any, original: Any) -> None:
+    source = original.forward if isinstance(original, torch.nn.Module) else original
+    functools.update_wrapper(fun, source)
+    setattr(fun, SOURCE, original)
+    if isinstance(original, torch.nn.Module):
+        fun.__name__ = type(original).__name__
+
+
+def _parameters(fun: Any) -> Any:
+    try:
+        return inspect.signature(fun.forward if isinstance(fun, torch.nn.Module) else fun).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+class _Traced:
+    """A torch function with its recordings, one for each signature."""
+
+    def __init__(self, torch_fun: Callable[..., Any]) -> None:
+        self.torch_fun = torch_fun
+        self._recordings: dict[Any, tuple[TorchFunction, Callable[[Sequence[Any]], Any]]] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        with enable_x64():
+            tree, rows = without_rows(to_jax_tree((args, kwargs), _to_array))
+            leaves, treedef = jax.tree.flatten(tree)
+            dynamic = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
+            arrays = [jnp.asarray(leaf) for leaf, d in zip(leaves, dynamic, strict=True) if d]
+            outer = current_call()
+            device = torch.device("cpu") if outer is None else outer.device
+            metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
+            statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
+            walk = Walk(self.torch_fun)
+            signature = (treedef, tuple(dynamic), tuple(metas), tuple(map(_static, statics)), walk.key)
+            if signature not in self._recordings:
+                if len(self._recordings) >= _CACHE_SIZE:
+                    self._recordings.pop(next(iter(self._recordings)))
+                self._recordings[signature] = self._record(treedef, dynamic, statics, metas, walk)
+            function, unflatten = self._recordings[signature]
+            if outer is not None:
+                outer.functions.append(function)
+            captured = self._captured(function, outer)
+            if function.draws:
+                key = _draw_key(key, rows, outer, signature[3:])
+            results = call(function, key, [*arrays, *captured])
+            count = len(function.outputs)
+            self._write_back(function, results[count:], walk, outer)
+            return unflatten(results[:count])
+
+    def _record(
+        self, treedef: Any, dynamic: list[bool], statics: list[Any], metas: list[Meta], walk: Walk
+    ) -> tuple[TorchFunction, Callable[[Sequence[Any]], Any]]:
+        torch_fun = self.torch_fun
+        shape: list[Any] = []
+
+        def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            rest, fixed = iter(tensors), iter(statics)
+            args, kwargs = to_torch_tree(treedef.unflatten([next(rest) if d else next(fixed) for d in dynamic]))
+            restored = Restored(walk.holders)
+            try:
+                result = to_jax_tree(torch_fun(*args, **kwargs))
+            finally:
+                changed = list(restored.changes())
+            _keep_updates(changed)
+            leaves, out_tree = jax.tree.flatten(result)
+            made = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+            shape[:] = [out_tree, made, [None if m else leaf for leaf, m in zip(leaves, made, strict=True)]]
+            return [leaf for leaf, m in zip(leaves, made, strict=True) if m]
+
+        function = TorchFunction(flat, metas)
+        out_tree, made, others = shape
+
+        def unflatten(arrays: Sequence[Any]) -> Any:
+            rest = iter(arrays)
+            return out_tree.unflatten([next(rest) if m else other for m, other in zip(made, others, strict=True)])
+
+        return function, unflatten
+
+    def _captured(self, function: TorchFunction, outer: Call | None) -> list[Any]:
+        if outer is None:
+            return [tensor_to_array(t) for t in function.captured]
+        arrays = []
+        for tensor in function.captured:
+            if id(tensor) not in outer.tensors:
+                outer.missing.append(tensor)
+                outer.tensors[id(tensor)] = tensor_to_array(tensor)
+            arrays.append(outer.tensors[id(tensor)])
+        return arrays
+
+    def _write_back(self, function: TorchFunction, values: Sequence[Any], walk: Walk, outer: Call | None) -> None:
+        for i, value in zip(function.mutated, values, strict=True):
+            tensor = function.captured[i - len(function.arguments)]
+            if outer is not None and outer.in_body():
+                outer.mutations.append((tensor, value))
+                outer.tensors[id(tensor)] = value
+            elif outer is None and not isinstance(value, jax.core.Tracer):
+                with torch.no_grad():
+                    tensor.copy_(array_to_tensor(value))
+            else:
+                raise _no_place_for_updates(tensor, walk)
+
+
+def _keep_updates(changed: list[tuple[Any, str, Any, Any]]) -> None:
+    """``self.buffer = new`` inside the function updates the buffer that stood there."""
+    for holder, name, before, after in changed:
+        same = isinstance(before, torch.Tensor) and before.shape == after.shape and before.dtype == after.dtype
+        if not same:
+            raise TraceError(
+                f"the traced function assigns a new tensor to {type(holder).__name__}.{name}, which would keep a tensor "
+                "of the trace alive; return it instead, or register a buffer of the same shape and dtype."
+            )
+        with torch.no_grad():
+            before.copy_(after.detach())
+
+
+def _no_place_for_updates(tensor: torch.Tensor, walk: Walk) -> TypeError:
+    path, owner = walk.describe(tensor)
+    module = f"{type(owner).__name__} " if owner is not None else ""
+    return TraceError(
+        f"{module}{path!r} is updated in place by the function, but the function runs per example, in microbatches or in "
+        "chunks, where one update per call has no meaning (in BatchNorm it would also mix the examples). Call .eval() on "
+        "the module, or use a layer without running statistics (GroupNorm, LayerNorm)."
+    )
+
+
+def _to_array(leaf: Any) -> Any:
+    return tensor_to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _static(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return (type(value), value.hex() if isinstance(value, float) else value)
+
+
+def _draw_key(key: Any, rows: Any, outer: Call | None, identity: Any) -> Any:
+    """The raw key of one call of a function: of its own, of its row, or refused."""
+    if key is None:
+        if outer is None:
+            raise ValueError("the torch function draws random numbers: pass key=jax.random.key(seed) to the traced function")
+        outer.draws = True
+        if rows is None and not outer.in_body():
+            raise TraceError(
+                "the torch function draws random numbers inside a transform that does not say which row it works on, so "
+                "that every row would draw the same. Use the transform of microtome.torch_api, or draw outside and pass "
+                "the numbers in as an argument."
+            )
+        key = jax.random.fold_in(outer.key, outer.number(identity))
+    elif jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != (2,):
+        key = jax.random.bits(key, (2,), "uint32")
+    if rows is not None:
+        key = jax.random.fold_in(key, jnp.ravel(rows)[0])
+    return key
+
+

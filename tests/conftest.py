@@ -1,0 +1,24 @@
+"""What all tests share: the marker `gpu` skips where torch and JAX do not both reach a CUDA device."""
+
+import pytest
+
+
+def _gpu_is_missing() -> str:
+    import jax
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        jax.local_devices(backend="gpu")
+    except RuntimeError:
+        return "JAX sees no CUDA device"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    # The frameworks are imported only if a test asks for them: some tests are about what imports load.
+    if marked and (reason := _gpu_is_missing()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
