@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .captures import Same, Walk, forked_child
+from .captures import Walk, forked_child, hashable
 from .context import Call, current_call, running
 from .trees import to_jax_tree, to_torch_tree
 from .values import array_to_tensor, jax_dtype, tensor_to_array
@@ -67,14 +67,16 @@ def as_torch(jax_fun: Callable[..., Any]) -> Callable[..., Any]:
 def _call(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     program, tensors, body = _program(jax_fun, args, kwargs)
     key = _new_key(program.draws)
-    needs_grad = torch.is_grad_enabled() and any(
-        t.requires_grad and (t.is_floating_point() or t.is_complex()) for t in tensors
-    )
-    outputs = _Differentiable.apply(program, body, key, *tensors) if needs_grad else program.forward(key, tensors)
+    if any(program.need):
+        outputs = _Differentiable.apply(program, body, key, *tensors)
+    else:
+        outputs = program.forward(key, tensors)[0]
     return program.unflatten(outputs)
 
 
-def _program(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[torch.Tensor], Body]:
+def _program(
+    jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Program, list[torch.Tensor], Body]:
     if forked_child():
         raise RuntimeError(
             "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA would "
@@ -88,9 +90,10 @@ def _program(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     signature = (
         treedef,
         tuple(dynamic),
-        tuple((t.dtype, t.shape, t.device) for t in arguments),
-        tuple(map(_static, statics)),
+        tuple((t.dtype, t.shape, t.device, t.requires_grad) for t in arguments),
+        tuple(map(hashable, statics)),
         walk.key,
+        torch.is_grad_enabled(),
     )
 
     def body(*arrays: Any) -> Any:
@@ -122,14 +125,6 @@ def _warn_of_many(jax_fun: Callable[..., Any], walk: Walk) -> None:
         )
 
 
-def _static(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return Same(value)
-    return (type(value), value.hex() if isinstance(value, float) else value)
-
-
 def _tensor(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
@@ -144,7 +139,7 @@ def _new_key(draws: bool) -> np.ndarray:
 
 
 class Program:
-    """A JAX function compiled for one signature: the forward pass alone, and forward and backward with residuals.
+    """A JAX function compiled for one signature: forward, and where an input requires grad, backward.
 
     It keeps compiled programs and shapes, no tensors and no functions. Its inputs are the arguments, the tensors that a
     walk over the function found, and ``hidden`` ones that only the trace met.
@@ -153,37 +148,33 @@ class Program:
     def __init__(self, body: Body, arguments: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> None:
         self.device = _common_device([*arguments, *captured])
         self.count = len(arguments)
-        self._shape: list[Any] = []
-        self._backward: dict[Any, tuple[Any, ...]] = {}
         inputs = [*arguments, *captured]
         while True:
+            self.need = tuple(torch.is_grad_enabled() and _differentiable(t) for t in inputs)
             trace = _Trace(body, inputs, self.count, self.device)
-            self._forward = trace.compile_forward()
+            compiled = trace.compile_backward(self.need) if any(self.need) else trace.compile_forward()
             if not trace.call.missing:
                 break
             inputs = [*inputs, *trace.call.missing]
+        self._compiled, self.saved, self.moving, self._backward = compiled
         self.hidden = [weakref.ref(t) for t in inputs[len(arguments) + len(captured) :]]
         self.draws, self._shape = trace.call.draws, trace.shape
         self.mutated = [trace.position(t) for t, _ in trace.call.mutations]
 
-    def backward(self, body: Body, need: tuple[bool, ...], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """(forward with residuals, the inputs among the residuals, backward) for the inputs that ``need`` names."""
-        with _LOCK:
-            if need not in self._backward:
-                self._backward[need] = _Trace(body, tensors, self.count, self.device).compile_backward(need)
-            return self._backward[need]
-
-    def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """Outputs and residuals; buffers are updated."""
         with enable_x64():
-            outputs, updates = self._forward(key, *map(tensor_to_array, tensors))
-            return self.finish(tensors, outputs, updates)
+            outputs, updates, residuals = self._compiled(key, *map(tensor_to_array, tensors))
+            made = [array_to_tensor(o) for o in outputs]
+            with torch.no_grad():
+                for i, value in zip(self.mutated, updates, strict=True):
+                    tensors[i].copy_(array_to_tensor(value))
+        return made, residuals
 
-    def finish(self, tensors: Sequence[torch.Tensor], outputs: Any, updates: Any) -> list[torch.Tensor]:
-        made = [array_to_tensor(o) for o in outputs]
-        with torch.no_grad():
-            for i, value in zip(self.mutated, updates, strict=True):
-                tensors[i].copy_(array_to_tensor(value))
-        return made
+    def backward(self, saved: Sequence[torch.Tensor], residuals: Any, cotangents: Sequence[torch.Tensor]) -> Any:
+        with enable_x64():
+            found = self._backward(list(map(tensor_to_array, saved)), residuals, list(map(tensor_to_array, cotangents)))
+            return [array_to_tensor(g) for g in found]
 
     def unflatten(self, outputs: Sequence[torch.Tensor]) -> Any:
         treedef, made, others = self._shape
@@ -192,7 +183,7 @@ class Program:
 
     def memory_analysis(self) -> Any:
         """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""
-        return self._forward.memory_analysis()
+        return self._compiled.memory_analysis()
 
 
 class _Trace:
@@ -202,6 +193,7 @@ class _Trace:
         self.body, self.inputs, self.count = body, inputs, count
         self.call = Call({}, None, device)
         self.shape: list[Any] = []
+        self.moving: list[bool] = []
         where = jax.sharding.SingleDeviceSharding(_jax_device(device))
         self.avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype), sharding=where) for t in inputs]
 
@@ -224,18 +216,20 @@ class _Trace:
 
         def run(*moving: Any) -> Any:
             rest = iter(moving)
-            return self.run([next(rest) if n else a for n, a in zip(need, arrays, strict=True)])
+            outputs, updates = self.run([next(rest) if n else a for n, a in zip(need, arrays, strict=True)])
+            self.moving = [type(o) is type(moving[0]) for o in outputs]  # the others do not depend on ``moving``
+            return outputs, updates
 
         return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
 
-    def compile_forward(self) -> Any:
+    def compile_forward(self) -> tuple[Any, ...]:
         def forward(key: Any, *arrays: Any) -> Any:
             self.call.key = key
-            return self.run(arrays)
+            return *self.run(arrays), []
 
         with enable_x64(), running(self.call):
             lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            return None if self.call.missing else lowered.compile()
+            return None if self.call.missing else lowered.compile(), [], [], None
 
     def compile_backward(self, need: tuple[bool, ...]) -> tuple[Any, ...]:
         kept: list[Any] = []
@@ -243,8 +237,9 @@ class _Trace:
         def forward(key: Any, *arrays: Any) -> Any:
             outputs, pull, updates = self.pull(need, key, arrays)
             leaves, treedef = jax.tree.flatten(pull)
+            written = {self.position(t) for t, _ in self.call.mutations if not self.call.missing}
             # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
-            which = [next((i for i, a in enumerate(arrays) if a is leaf), None) for leaf in leaves]
+            which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
             kept[:] = [treedef, which]
             return outputs, updates, [leaf for leaf, i in zip(leaves, which, strict=True) if i is None]
 
@@ -255,12 +250,17 @@ class _Trace:
 
         with enable_x64(), running(self.call):
             lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            compiled = lowered.compile()
             treedef, which = kept
-            outputs, _, residuals = lowered.out_info
             saved = [i for i in which if i is not None]
-            lowered = jax.jit(backward).lower([self.avals[i] for i in saved], residuals, outputs)
-            return compiled, saved, lowered.compile()
+            if self.call.missing:
+                return None, saved, [], None
+            outputs, _, residuals = lowered.out_info
+            pulled = jax.jit(backward).lower([self.avals[i] for i in saved], residuals, outputs)
+            return lowered.compile(), saved, self.moving, pulled.compile()
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _jax_cotangents(cotangents: Sequence[Any]) -> list[Any]:
@@ -295,29 +295,24 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, program: Program, body: Body, key: Any, *tensors: torch.Tensor) -> Any:
-        wanted = ctx.needs_input_grad[3:]
-        need = tuple(n and (t.is_floating_point() or t.is_complex()) for n, t in zip(wanted, tensors, strict=True))
-        compiled, saved, backward = program.backward(body, need, tensors)
-        with enable_x64():
-            outputs, updates, residuals = compiled(key, *map(tensor_to_array, tensors))
-            made = program.finish(tensors, outputs, updates)
-        ctx.save_for_backward(*(tensors[i] for i in saved))
-        ctx.residuals, ctx.compiled, ctx.need = residuals, backward, need
-        ctx.again = (program, body, key, tensors, [t._version for t in tensors])
-        ctx.mark_non_differentiable(*(m for m in made if not (m.is_floating_point() or m.is_complex())))
+        # A buffer that the call writes to: a second derivative starts from the value that it had.
+        before = [t.clone() if i in program.mutated else t for i, t in enumerate(tensors)]
+        made, ctx.residuals = program.forward(key, tensors)
+        ctx.save_for_backward(*(tensors[i] for i in program.saved))
+        ctx.program, ctx.again = program, (body, key, before, [t._version for t in before])
+        ctx.mark_non_differentiable(
+            *(m for m, d in zip(made, program.moving, strict=True) if not d or not (m.is_floating_point() or m.is_complex()))
+        )
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
-            grads = _differentiable_backward(*ctx.again, ctx.need, cotangents)
+            grads = _differentiable_backward(ctx.program, *ctx.again, cotangents)
         else:
-            with enable_x64():
-                saved = [tensor_to_array(t) for t in ctx.saved_tensors]
-                found = ctx.compiled(saved, ctx.residuals, [tensor_to_array(c) for c in cotangents])
-                grads = [array_to_tensor(g) for g in found]
+            grads = ctx.program.backward(ctx.saved_tensors, ctx.residuals, cotangents)
         rest = iter(grads)
-        return None, None, None, *(next(rest) if n else None for n in ctx.need)
+        return None, None, None, *(next(rest) if n else None for n in ctx.program.need)
 
 
 def _differentiable_backward(
@@ -326,7 +321,6 @@ def _differentiable_backward(
     key: Any,
     tensors: Sequence[torch.Tensor],
     versions: Sequence[int],
-    need: tuple[bool, ...],
     cotangents: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """The backward pass as a call of its own, from the inputs, so that torch can differentiate it again."""
@@ -335,7 +329,7 @@ def _differentiable_backward(
             "one of the variables needed for gradient computation has been modified by an inplace operation between the "
             "forward pass and a backward pass with create_graph=True"
         )
-    count, device = program.count, program.device
+    count, device, need = program.count, program.device, program.need
 
     def product(key: Any, inputs: Any, cotangents: Any) -> list[Any]:
         outer = current_call()

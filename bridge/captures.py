@@ -67,6 +67,15 @@ class Same:
         return mine is not None and mine is other._get()
 
 
+def hashable(value: Any) -> Hashable:
+    """A static argument as part of a signature: 1, 1.0 and True differ, NaN equals itself."""
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return (type(value), value.hex() if isinstance(value, float) else value)
+
+
 class Walk:
     """The key and the captured tensors of a callable (or any other value)."""
 

@@ -26,7 +26,6 @@ class Call:
     state: Any = None  # the trace in which buffers may be written
     missing: list[torch.Tensor] = dataclasses.field(default_factory=list)
     mutations: list[tuple[torch.Tensor, Any]] = dataclasses.field(default_factory=list)
-    functions: list[Any] = dataclasses.field(default_factory=list)  # every torch function that was recorded
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     draws: bool = False
 

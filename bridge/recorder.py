@@ -237,6 +237,14 @@ def _snapshot(tensor: torch.Tensor) -> np.ndarray:
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
+_ACTIVE: list[Captured] = []  # innermost last
+
+
+def is_update_of(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
+    """Whether ``tensor`` is the stand-in of a captured tensor, which in-place operators hand back."""
+    return bool(_ACTIVE) and _ACTIVE[-1].stand_ins.get(id(captured)) is tensor
+
+
 class Captured:
     """The tensors that a function captures, in the order in which it met them, each with its recorded stand-in."""
 
@@ -244,6 +252,13 @@ class Captured:
         self.tensors = list(known)
         self.inputs: list[torch.Tensor] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> Captured:
+        _ACTIVE.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _ACTIVE.pop()
 
     def add(self, tensor: torch.Tensor, recorder: _Recorder, differentiable: bool) -> torch.Tensor:
         inner = recorder.input(Meta.of(tensor))
@@ -256,14 +271,13 @@ class Captured:
 class _Interception(TorchFunctionMode):
     """Above autograd: stand-ins for captured tensors, and what has to be refused or rewritten before it runs."""
 
-    def __init__(self, recorder: _Recorder, captured: Captured, frozen: bool) -> None:
+    def __init__(self, recorder: _Recorder, captured: Captured) -> None:
         super().__init__()
-        self.recorder, self.captured, self.frozen = recorder, captured, frozen
+        self.recorder, self.captured = recorder, captured
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.frozen is False:
-            args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
+        args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
         if func is torch.Tensor.backward:
             raise TraceError(
                 f"{user_line()}: .backward() inside a traced function would write .grad of tensors that exist only "
@@ -282,7 +296,7 @@ class _Interception(TorchFunctionMode):
         if id(tensor) in self.recorder.where or torch._is_functional_tensor(tensor):
             return tensor
         _check_supported(tensor)
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), ti.temporarily_clear_interpreter_stack():
             self.captured.tensors.append(tensor)
             return self.captured.add(tensor, self.recorder, tensor.requires_grad)
 
@@ -358,7 +372,7 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any) -> tuple[Graph, li
         arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
         for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
             captured.add(tensor, recorder, differentiable)
-        with _Interception(recorder, captured, frozen=False) as interception:
+        with _Interception(recorder, captured) as interception, captured:
             outputs = [_functional(interception.stand_in(o)) for o in fun(*arguments)]
             differentiable = [o.requires_grad for o in outputs]
             cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]

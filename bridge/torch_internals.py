@@ -20,6 +20,7 @@ try:
     from torch._C._functorch import is_functorch_wrapped_tensor
     from torch._decomp import core_aten_decompositions, decomposition_table
     from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._higher_order_ops import effects
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -56,6 +57,7 @@ __all__ = [
     "from_fun",
     "is_functorch_wrapped_tensor",
     "no_dispatch",
+    "temporarily_clear_interpreter_stack",
     "plain_kernels",
     "to_fun",
     "torch_pytree",

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .captures import SOURCE, Restored, Same, Walk
+from .captures import SOURCE, Restored, Walk, hashable
 from .context import Call, current_call
 from .differentiation import TorchFunction, call
 from .graph import Meta
-from .recorder import TraceError
+from .recorder import TraceError, is_update_of
 from .trees import to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, tensor_to_array, torch_dtype
 from .versions import enable_x64
@@ -107,14 +107,12 @@ class _Traced:
             metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
             statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
             walk = Walk(self.torch_fun)
-            signature = (treedef, tuple(dynamic), tuple(metas), tuple(map(_static, statics)), walk.key)
+            signature = (treedef, tuple(dynamic), tuple(metas), tuple(map(hashable, statics)), walk.key)
             if signature not in self._recordings:
                 if len(self._recordings) >= _CACHE_SIZE:
                     self._recordings.pop(next(iter(self._recordings)))
                 self._recordings[signature] = self._record(treedef, dynamic, statics, metas, walk)
             function, unflatten = self._recordings[signature]
-            if outer is not None:
-                outer.functions.append(function)
             captured = self._captured(function, outer)
             if function.draws:
                 key = _draw_key(key, rows, outer, signature[3:])
@@ -179,6 +177,8 @@ class _Traced:
 def _keep_updates(changed: list[tuple[Any, str, Any, Any]]) -> None:
     """``self.buffer = new`` inside the function updates the buffer that stood there."""
     for holder, name, before, after in changed:
+        if isinstance(before, torch.Tensor) and is_update_of(after, before):
+            continue
         same = isinstance(before, torch.Tensor) and before.shape == after.shape and before.dtype == after.dtype
         if not same:
             raise TraceError(
@@ -201,14 +201,6 @@ def _no_place_for_updates(tensor: torch.Tensor, walk: Walk) -> TypeError:
 
 def _to_array(leaf: Any) -> Any:
     return tensor_to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _static(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return Same(value)
-    return (type(value), value.hex() if isinstance(value, float) else value)
 
 
 def _draw_key(key: Any, rows: Any, outer: Call | None, identity: Any) -> Any:

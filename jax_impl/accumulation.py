@@ -1,16 +1,17 @@
-"""How the outputs of the microbatches become one result: the accumulators, and their fit to a function's output."""
+"""How the outputs of the microbatches become one result."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from .partition import Plan, PyTree
+from .sums import sum_rows, summed, wide
+from .trees import PyTree
 
 AccumulatorTree: TypeAlias = Any
 
@@ -133,8 +134,8 @@ def weighted_mean() -> Accumulator:
 
     def init(pair: PyTree) -> PyTree:
         # The empty arrays remember the dtypes of the output for finalize.
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), tuple(pair))
-        return sums, jax.tree.map(lambda x: jnp.zeros((0,), _summed(x.dtype)), tuple(pair))
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), tuple(pair))
+        return sums, jax.tree.map(lambda x: jnp.zeros((0,), summed(x.dtype)), tuple(pair))
 
     def update(carry: PyTree, pair: PyTree, index: Any) -> PyTree:
         (total, total_weight), dtypes = carry
@@ -148,15 +149,15 @@ def weighted_mean() -> Accumulator:
 
     def aggregate(pair: PyTree) -> PyTree:
         value, weight = pair
-        total_weight = weight.astype(_wide(weight.dtype)).sum(0)
+        total_weight = weight.astype(wide(weight.dtype)).sum(0)
 
         def total(v: jax.Array) -> jax.Array:
             weights = weight.reshape(weight.shape + (1,) * (v.ndim - 1))
-            return sum_rows(_weighted(v, weights, _wide(v.dtype)), _wide(v.dtype))
+            return sum_rows(_weighted(v, weights, wide(v.dtype)), wide(v.dtype))
 
         mean = _ratio(jax.tree.map(total, value), total_weight)
         back = jax.tree.map(lambda m, v: m.astype(v.dtype), mean, value)
-        return back, total_weight.astype(_summed(weight.dtype))
+        return back, total_weight.astype(summed(weight.dtype))
 
     return WeightedMean(init, update, finalize, aggregate)
 
@@ -169,246 +170,3 @@ def _weighted(value: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
 def _ratio(total: PyTree, weight: jax.Array) -> PyTree:
     """``total / weight``, and 0 where the weight is."""
     return jax.tree.map(lambda t: t / jnp.where(weight != 0, weight, 1).astype(t.real.dtype), total)
-
-
-def _wide(dtype: Any) -> Any:
-    """The dtype to accumulate in: bfloat16 stops counting ones at 256, float32 holds its sums exactly enough."""
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        return jnp.dtype(jnp.float32)
-    return _summed(dtype)
-
-
-def _summed(dtype: Any) -> Any:
-    """The dtype of a sum over examples: the same, but booleans are counted."""
-    return jax.dtypes.canonicalize_dtype(int) if dtype == jnp.bool_ else jnp.dtype(dtype)
-
-
-def sum_rows(values: jax.Array, dtype: Any, product: bool = False) -> jax.Array:
-    """``values.sum(axis=0, dtype=dtype)``, by the faster of two ways.
-
-    XLA's CPU reduction over a leading axis takes 10 to 50 times as long as contracting it with a vector of ones (195
-    against 3 ms for [64, 512, 512]). Where ``product`` tells that the values are a bare matrix product with the
-    examples as its batch axis, the reduction is better: XLA merges the two, and the values never exist.
-    """
-    if product or values.ndim < 2 or not jnp.issubdtype(values.dtype, jnp.floating):
-        return jnp.sum(values, axis=0, dtype=dtype)
-    ones = jnp.ones(values.shape[0], values.dtype)
-    dimensions = (((0,), (0,)), ((), ()))
-    return jax.lax.dot_general(
-        ones, values, dimensions, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """One array among the outputs of a microbatch.
-
-    ``left_shape`` is its shape from the smaller last microbatch. ``product`` marks a bare product (:func:`sum_rows`),
-    ``zero`` the gradient of an integer, zero by definition.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    left_shape: tuple[int, ...] | None = None
-    product: bool = False
-    zero: bool = False
-
-
-def check_tree(accumulators: AccumulatorTree) -> None:
-    """Raise a TypeError unless every leaf is an accumulator."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(accumulators)[0]:
-        if not isinstance(leaf, (Accumulator, AccumulationType)):
-            raise TypeError(
-                f"accumulator{jax.tree_util.keystr(path)} must be an AccumulationType or an Accumulator of microtome, "
-                f"got {leaf!r}."
-            )
-
-
-def match(accumulators: AccumulatorTree, outputs: PyTree) -> list[tuple[Any, PyTree]]:
-    """Each accumulator with the part of the outputs it stands for; a ValueError where the trees do not fit."""
-    leaves, treedef = jax.tree.flatten(accumulators)
-    try:
-        return list(zip(leaves, treedef.flatten_up_to(outputs), strict=True))
-    except ValueError as error:
-        raise ValueError(
-            "the accumulator tree must be a prefix of the output's tree. "
-            f"Accumulators: {treedef}; output: {jax.tree.structure(outputs)}. {error}"
-        ) from None
-
-
-def bind(accumulators: AccumulatorTree, plan: Plan, outputs: PyTree, per_example: bool) -> Accumulator:
-    """One accumulator for the whole output, a pytree whose leaves are described by :class:`Output`.
-
-    ``per_example`` tells that outputs are stacked over examples: ``aggregate`` is then called before ``update``.
-    """
-    treedef = jax.tree.structure(accumulators)
-    parts = [_part(kind, plan, part, per_example) for kind, part in match(accumulators, outputs)]
-
-    def each(name: str, *trees: PyTree) -> list[Any]:
-        return [getattr(part, name)(*values) for part, *values in zip(parts, *trees, strict=True)]
-
-    return Accumulator(
-        init=lambda shapes: each("init", treedef.flatten_up_to(shapes)),
-        update=lambda carry, value, i: each("update", carry, treedef.flatten_up_to(value), [i] * len(parts)),
-        finalize=lambda carry: treedef.unflatten(each("finalize", carry)),
-        aggregate=lambda values: treedef.unflatten(each("aggregate", treedef.flatten_up_to(values))),
-    )
-
-
-def _part(kind: Any, plan: Plan, outputs: PyTree, per_example: bool) -> Accumulator:
-    """The accumulator for one leaf of the accumulator tree."""
-    if isinstance(kind, WeightedMean):
-        _check_pair(outputs, per_example)
-    if isinstance(kind, Accumulator):
-        return kind
-    described, treedef = jax.tree.flatten(outputs)
-    make = {
-        AccumulationType.SUM: _sum,
-        AccumulationType.MEAN: _mean,
-        AccumulationType.RUNNING_MEAN: _running_mean,
-        AccumulationType.CONCAT: _concat,
-    }[kind]
-    if kind is not AccumulationType.CONCAT and not per_example:
-        for out in described:
-            if out.left_shape not in (None, out.shape):
-                raise ValueError(
-                    f"{out.path} has shape {out.shape} from a full microbatch and {out.left_shape} from the rows left "
-                    f"over, so {kind.name} cannot join them. Use CONCAT for what has one entry for each row."
-                )
-    leaves = [make(plan, out, per_example) for out in described]
-
-    def each(name: str, *columns: Sequence[Any]) -> PyTree:
-        return treedef.unflatten([getattr(leaf, name)(*values) for leaf, *values in zip(leaves, *columns, strict=True)])
-
-    return Accumulator(
-        init=lambda shapes: each("init", jax.tree.leaves(shapes)),
-        update=lambda carry, value, i: each(
-            "update", treedef.flatten_up_to(carry), jax.tree.leaves(value), [i] * len(leaves)
-        ),
-        finalize=lambda carry: each("finalize", treedef.flatten_up_to(carry)),
-        aggregate=lambda values: each("aggregate", jax.tree.leaves(values)),
-    )
-
-
-def _check_pair(outputs: PyTree, per_example: bool) -> None:
-    if not isinstance(outputs, (tuple, list)) or len(outputs) != 2:
-        raise TypeError(f"weighted_mean() needs a pair (value, weight), got {jax.tree.structure(outputs)}.")
-    value, weight = outputs
-    for out in jax.tree.leaves(value):
-        if not jnp.issubdtype(out.dtype, jnp.inexact):
-            raise TypeError(f"{out.path} is {out.dtype.name}, which has no weighted mean. Cast it to a float first.")
-    if not isinstance(weight, Output):
-        raise TypeError(f"the weight of weighted_mean() must be one array, got {jax.tree.structure(weight)}.")
-    if jnp.issubdtype(weight.dtype, jnp.complexfloating):
-        raise TypeError(f"{weight.path} is {weight.dtype.name}; a weight must be real.")
-    if len(weight.shape) != per_example:
-        raise ValueError(
-            f"{weight.path} must be a weight of shape (), got {weight.shape[per_example:]}. Sum it over the rows, and "
-            "divide the value by that sum."
-        )
-
-
-def _sum(plan: Plan, out: Output, per_example: bool) -> Accumulator:
-    # A boolean is joined by "or" where a microbatch returns it, as `+` does; over examples it is a count.
-    counts = per_example or out.dtype != jnp.bool_
-    dtype = _wide(out.dtype) if counts else out.dtype
-    result = _summed(out.dtype) if counts else out.dtype
-    return Accumulator(
-        init=lambda x: jnp.zeros(x.shape, dtype),
-        update=lambda carry, value, i: carry + value.astype(dtype),
-        finalize=lambda carry: carry.astype(result),
-        aggregate=lambda values: sum_rows(values, dtype, out.product),
-    )
-
-
-def _check_mean(out: Output) -> None:
-    if not jnp.issubdtype(out.dtype, jnp.inexact):
-        raise TypeError(
-            f"{out.path} is {out.dtype.name}, which has no mean of its own dtype. Use SUM or CONCAT for it, or cast it "
-            "to a float first."
-        )
-
-
-def _mean(plan: Plan, out: Output, per_example: bool) -> Accumulator:
-    total = _sum(plan, out, per_example)
-    if out.zero:
-        return total
-    _check_mean(out)
-    dtype = _wide(out.dtype)
-    # Examples are summed before they get here. Otherwise a microbatch brings the mean of its rows; where all have
-    # the same number it is enough to count microbatches.
-    by_rows = per_example or plan.left
-    count = plan.rows_run if by_rows else plan.count_run
-
-    def update(carry: jax.Array, value: jax.Array, index: Any) -> jax.Array:
-        value = value.astype(dtype)
-        return carry + (value * plan.rows_of(index) if plan.left and not per_example else value)
-
-    return dataclasses.replace(total, update=update, finalize=lambda carry: (carry / count).astype(out.dtype))
-
-
-def _running_mean(plan: Plan, out: Output, per_example: bool) -> Accumulator:
-    if out.zero:
-        return _sum(plan, out, per_example)
-    _check_mean(out)
-    dtype = _wide(out.dtype)
-    real = jnp.finfo(dtype).dtype
-
-    def update(carry: jax.Array, value: jax.Array, index: Any) -> jax.Array:
-        rows = plan.rows_of(index)
-        old = jnp.asarray(index, real) * plan.size / (jnp.asarray(index, real) * plan.size + rows)
-        return carry * old + value.astype(dtype) * (1 - old)
-
-    def finalize(carry: jax.Array) -> jax.Array:
-        return jnp.where(plan.rows_run == 0, jnp.nan, carry).astype(out.dtype)
-
-    return Accumulator(
-        init=lambda x: jnp.zeros(x.shape, dtype),
-        update=update,
-        finalize=finalize,
-        aggregate=lambda values: sum_rows(values, dtype, out.product) / values.shape[0],
-    )
-
-
-def _concat(plan: Plan, out: Output, per_example: bool) -> Accumulator:
-    """Rows are written where they belong in the result; reordering them at the end would copy it."""
-    length, *rest = out.shape or (1,)
-    left_shape = out.left_shape or (1,)
-    left = left_shape[0] if plan.left else 0
-    each, over = divmod(length, plan.size)
-    by_rows = bool(out.shape) and not over and (not plan.left or left == each * plan.left)
-    if by_rows and plan.partition == "strided" and plan.full > 1:
-        return _concat_strided(plan, out, each, left)
-
-    def update(carry: jax.Array, value: jax.Array, index: Any) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(carry, value.reshape(-1, *rest), index * length, 0)
-
-    return Accumulator(
-        init=lambda x: jnp.zeros((plan.full * length + left, *rest), out.dtype),
-        update=update,
-        finalize=lambda carry: carry,
-        aggregate=lambda values: values,
-    )
-
-
-def _concat_strided(plan: Plan, out: Output, each: int, left: int) -> Accumulator:
-    """Row j of microbatch k is row ``j * full + k`` of the batch; the rows left over stand at the end."""
-    rest = out.shape[1:]
-    head = plan.full * plan.size * each
-
-    def update(carry: tuple[jax.Array, ...], value: jax.Array, index: Any) -> tuple[jax.Array, ...]:
-        if isinstance(index, int) and index == plan.full:
-            return carry[0], value
-        column = value.reshape(plan.size, each, *rest)
-        return jax.lax.dynamic_update_index_in_dim(carry[0], column, index, 1), *carry[1:]
-
-    def init(x: PyTree) -> tuple[jax.Array, ...]:
-        rows = jnp.zeros((plan.size, plan.full, each, *rest), out.dtype)
-        return (rows, jnp.zeros((left, *rest), out.dtype)) if left else (rows,)
-
-    def finalize(carry: tuple[jax.Array, ...]) -> jax.Array:
-        rows = carry[0].reshape(head, *rest)
-        return jnp.concatenate([rows, carry[1]]) if left else rows
-
-    return Accumulator(init, update, finalize, lambda values: values)

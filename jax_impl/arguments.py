@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from .partition import PyTree, as_array, normalized_axis
+from .trees import PyTree, as_array, flatten, flatten_with_names, normalized_axis, structure
 
 Function: TypeAlias = Callable[..., Any]
 # Where a call holds an argument: its position, or the keyword it was passed by.
@@ -144,13 +144,12 @@ def collect(
     trees: list[tuple[Slot, Any, list[Any]]] = []
     for slot, axis in mapped:
         value, label = read(slot, args, kwargs), arguments.label(slot)
-        with_path, treedef = jax.tree_util.tree_flatten_with_path(value)
+        named, treedef = flatten_with_names(value, label)
         filled: list[Any] = []
-        for (path, leaf), at in zip(with_path, _axes(axis, value, label), strict=True):
+        for (name, leaf), at in zip(named, _axes(axis, value, label), strict=True):
             if at is None:
                 filled.append(leaf)
                 continue
-            name = label + jax.tree_util.keystr(path)
             leaf = as_array(leaf, name)
             axes.append(normalized_axis(at, leaf, name))
             leaves.append(leaf)
@@ -173,13 +172,13 @@ _HOLE = object()
 
 def _axes(prefix: PyTree, value: PyTree, label: str) -> list[int | None]:
     """The axis of each leaf of ``value``."""
-    axes, treedef = jax.tree.flatten(prefix, is_leaf=lambda a: a is None)
+    axes, treedef = flatten(prefix, is_leaf=lambda a: a is None)
     try:
         parts = treedef.flatten_up_to(value)
     except ValueError as error:
         raise ValueError(
             f"in_axes of {label} must be an int, None or a prefix of its tree. Axes: {treedef}, "
-            f"{label}: {jax.tree.structure(value)}. {error}"
+            f"{label}: {structure(value)}. {error}"
         ) from None
     for axis in axes:
         if isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .accumulation import Accumulator, AccumulatorTree, Output, WeightedMean, bind, match
+from .accumulation import AccumulatorTree, WeightedMean
 from .arguments import Batch, Function
-from .partition import Plan, PyTree
+from .fitting import Output, bind, match
+from .partition import Plan
+from .trees import PyTree, flatten_with_names, structure, varying_axes
 
 VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
 
@@ -23,10 +25,11 @@ class Traced:
 
     def __init__(self, fun: Function, inputs: Sequence[Any]) -> None:
         self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*inputs)
-        self.treedef = jax.tree.structure(self.output)
+        self.treedef = structure(self.output)
         self.flat = jaxpr_as_fun(self.closed)
 
     def __call__(self, *inputs: Any) -> PyTree:
+        """The function's output."""
         return self.treedef.unflatten(self.flat(*inputs))
 
 
@@ -70,7 +73,22 @@ def accumulate(
         value = (left if isinstance(index, int) and index == plan.full else main)(*leaves)
         return accumulator.update(carry, accumulator.aggregate(value) if per_example else value, index)
 
-    return accumulator.finalize(_loop(step, accumulator.init(shapes), plan))
+    return accumulator.finalize(_loop(step, _as_varying(run, accumulator.init(shapes)), plan))
+
+
+def _as_varying(run: Callable[[PyTree, Any], PyTree], carry: PyTree) -> PyTree:
+    """The carry with the types that a microbatch gives it inside ``jax.shard_map``.
+
+    There, types tell over which mesh axes a value differs; zeros do not differ, what is added to them may.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return carry
+
+    def cast(start: jax.Array, end: Any) -> jax.Array:
+        axes = tuple(varying_axes(end) - varying_axes(jax.typeof(start)))
+        return jax.lax.pcast(start, axes, to="varying") if axes else start
+
+    return jax.tree.map(cast, carry, jax.eval_shape(run, carry, jnp.zeros((), jnp.int32)))
 
 
 def _loop(step: Callable[[PyTree, Any], PyTree], carry: PyTree, plan: Plan) -> PyTree:
@@ -87,18 +105,19 @@ def _loop(step: Callable[[PyTree, Any], PyTree], carry: PyTree, plan: Plan) -> P
     return step(carry, plan.full) if run > plan.full else carry
 
 
-class _Mapped:
+class _Mapped(Traced):
     """One example's function, traced once and mapped over microbatches of any size."""
 
     def __init__(self, fun: Function, inputs: Sequence[Any], axes: Sequence[int]) -> None:
-        self.example = Traced(fun, inputs)
-        self.fun = jax.vmap(self.example, tuple(axes), 0)
+        super().__init__(fun, inputs)
+        self.mapped = jax.vmap(super().__call__, tuple(axes), 0)
 
     def __call__(self, *inputs: Any) -> PyTree:
-        return self.fun(*inputs)
+        """The examples' outputs, stacked on axis 0."""
+        return self.mapped(*inputs)
 
 
-def _microbatch_fun(fun: Function, batch: Batch, plan: Plan, rows: int, vmap_fn: VmapFn | None) -> Traced | _Mapped:
+def _microbatch_fun(fun: Function, batch: Batch, plan: Plan, rows: int, vmap_fn: VmapFn | None) -> Traced:
     """``fun``, traced, as a function of the leaves of a microbatch."""
     if vmap_fn is None:
         return Traced(fun, _shapes(batch, plan, rows))
@@ -121,36 +140,32 @@ def _shapes(batch: Batch, plan: Plan, rows: int | None) -> list[Any]:
     return jax.eval_shape(cut, *batch.leaves)
 
 
-def _describe(main: Any, left: Any, plan: Plan, per_example: bool, zeros: frozenset[int]) -> PyTree:
+def _describe(main: Traced, left: Traced, plan: Plan, per_example: bool, zeros: frozenset[int]) -> PyTree:
     """The output's tree with an :class:`Output` at each leaf."""
-    if isinstance(main, _Mapped):
-        products = bare_products(main.example.closed)
-        shapes, shapes_left = [
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), main.example.output)
-            for rows in (plan.size, plan.left)
-        ]
-    else:
-        products, shapes, shapes_left = frozenset(), main.output, left.output
-    if jax.tree.structure(shapes) != jax.tree.structure(shapes_left):
+    named, treedef = flatten_with_names(main.output, "output")
+    if treedef != structure(left.output):
         raise ValueError(
             "fun must return the same tree for the rows left over as for a full microbatch, got "
-            f"{jax.tree.structure(shapes_left)} and {jax.tree.structure(shapes)}."
+            f"{structure(left.output)} and {treedef}."
         )
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+    mapped = isinstance(main, _Mapped)
+    products = bare_products(main.closed) if mapped else frozenset()
+
+    def shape(x: Any, rows: int) -> tuple[int, ...]:
+        return (rows, *x.shape) if mapped else x.shape
+
     described = [
         Output(
-            f"output{jax.tree_util.keystr(path)}",
-            x.shape,
+            name,
+            shape(x, plan.size),
             x.dtype,
-            last.shape if plan.left else None,
+            shape(last, plan.left) if plan.left else None,
             product=place in products,
             zero=place in zeros,
         )
-        for place, (path, x, last) in enumerate(
-            zip(paths, jax.tree.leaves(shapes), jax.tree.leaves(shapes_left), strict=True)
-        )
+        for place, ((name, x), last) in enumerate(zip(named, jax.tree.leaves(left.output), strict=True))
     ]
-    return jax.tree.structure(shapes).unflatten(described)
+    return treedef.unflatten(described)
 
 
 def bare_products(closed: ClosedJaxpr) -> frozenset[int]:

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .accumulation import AccumulationType, Accumulator, AccumulatorTree, check_tree
-from .arguments import Arguments, Function, Slot, collect, indices, read, slots, wraps, write
+from .accumulation import AccumulationType, Accumulator, AccumulatorTree
+from .arguments import Arguments, Function, Slot, collect, indices, slots, wraps
+from .differentiation import places_to_differentiate, value_and_grad
 from .execution import VmapFn, accumulate
-from .partition import Options, PyTree
+from .fitting import check_tree
+from .partition import Options
+from .trees import PyTree
 
 
 class Aux(NamedTuple):
@@ -338,7 +341,7 @@ def micro_grad(
 
     @wraps(fun)
     def grads_of(*args: Any, **kwargs: Any) -> tuple[Any, Aux]:
-        places = _places_to_differentiate(arguments, wanted, args, kwargs)
+        places = places_to_differentiate(arguments, wanted, args, kwargs)
         axes: dict[Slot, PyTree] = {
             slot: 0 for slot in slots(arguments, "batch_argnums", batched, args, kwargs) if slot is not None
         }
@@ -351,7 +354,7 @@ def micro_grad(
             nonlocal unchanged
             rows = [jnp.expand_dims(leaf, 0) for leaf in leaves] if keep_batch_dim else leaves
             new_args, new_kwargs = batch.rebuild(rows)
-            value, aux, grads, zeros = _value_and_grad(fun, has_aux, places, new_args, new_kwargs)
+            value, aux, grads, zeros = value_and_grad(fun, has_aux, places, new_args, new_kwargs)
             grads = grads[0] if isinstance(argnums, int) else grads
             result = transform_fn(grads)
             unchanged = frozenset(
@@ -365,72 +368,3 @@ def micro_grad(
             return accumulate(example, batch, plan, joined, jax.vmap, lambda: unchanged)
 
     return grads_of
-
-
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-
-
-def _places_to_differentiate(
-    arguments: Arguments, wanted: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Slot]:
-    """Where the arguments to differentiate are, each checked to hold something with a derivative."""
-    places = []
-    for target, slot in zip(wanted, slots(arguments, "argnums", wanted, args, kwargs), strict=True):
-        if slot is None:
-            raise TypeError(f"argument {target}, which argnums names, was left at its default. Pass it to the call.")
-        places.append(slot)
-        dtypes = [_dtype(leaf) for leaf in jax.tree.leaves(read(slot, args, kwargs))]
-        name = arguments.label(slot)
-        if any(jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
-            raise TypeError(f"{name} holds random keys, which have no gradient. Pass them as an argument of their own.")
-        if dtypes and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
-            found = ", ".join(sorted({jnp.dtype(dtype).name for dtype in dtypes}))
-            raise TypeError(
-                f"{name} is to be differentiated, but holds no floating-point array, only {found}. Cast it to a float, "
-                "or name another argument in argnums."
-            )
-    return places
-
-
-def _value_and_grad(
-    fun: Function, has_aux: bool, places: Sequence[Slot], args: list[Any], kwargs: dict[str, Any]
-) -> tuple[Any, Any, tuple[Any, ...], list[jax.Array]]:
-    """Loss, auxiliary output, gradients at ``places``, and those gradient leaves that stand for integers."""
-    flat, treedef = jax.tree.flatten(tuple(read(place, args, kwargs) for place in places))
-    moving = [i for i, leaf in enumerate(flat) if jnp.issubdtype(_dtype(leaf), jnp.inexact)]
-
-    def loss(floats: list[Any]) -> tuple[Any, Any]:
-        leaves = list(flat)
-        for i, leaf in zip(moving, floats, strict=True):
-            leaves[i] = leaf
-        new_args, new_kwargs = list(args), dict(kwargs)
-        for place, tree in zip(places, treedef.unflatten(leaves), strict=True):
-            write(place, tree, new_args, new_kwargs)
-        return _checked_loss(fun(*new_args, **new_kwargs), has_aux)
-
-    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)([flat[i] for i in moving])
-    gradients = dict(zip(moving, grads, strict=True))
-    zeros = {i: jnp.zeros(jnp.shape(x), _dtype(x)) for i, x in enumerate(flat) if i not in gradients}
-    gradients |= zeros
-    return value, aux, treedef.unflatten([gradients[i] for i in range(len(flat))]), list(zeros.values())
-
-
-def _checked_loss(output: Any, has_aux: bool) -> tuple[Any, Any]:
-    if has_aux and not (isinstance(output, (tuple, list)) and len(output) == 2):
-        raise TypeError(f"has_aux=True needs fun to return (loss, aux), got {jax.tree.structure(output)}.")
-    value, aux = output if has_aux else (output, None)
-    if not jax.tree_util.all_leaves([value]):
-        raise TypeError(
-            f"fun must return a scalar loss for each example, got {jax.tree.structure(value)}. Where it returns more, "
-            "pass has_aux=True and return (loss, aux)."
-        )
-    shape, dtype = jnp.shape(value), _dtype(value)
-    if shape:
-        raise TypeError(
-            f"fun must return a scalar loss for each example, got shape {shape}. Reduce it, for instance with "
-            "jnp.mean, or drop the batch axis with keep_batch_dim=False."
-        )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"fun must return a real floating-point loss, got {jnp.dtype(dtype).name}.")
-    return value, aux

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-PyTree: TypeAlias = Any
+from .trees import PyTree, as_array, flatten_with_names, normalized_axis
 
 REMAINDERS = ("error", "run")
 PARTITIONS = ("strided", "contiguous")
@@ -155,8 +154,8 @@ def _split_rows(leaf: jax.Array, size: int, axis: int) -> jax.Array:
     shards = leaf.shape[axis] // sharding.shard_shape(leaf.shape)[axis]
     if size % shards:
         raise ValueError(f"microbatch_size={size} must be divisible by {shards}, the shards of the batch axis.")
-    spec = jax.P(*spec[: axis + 1], None, *spec[axis + 1 :])
-    return jax.lax.reshape(leaf, shape, out_sharding=jax.sharding.NamedSharding(sharding.mesh, spec))
+    split = jax.P(*spec[: axis + 1], None, *spec[axis + 1 :])
+    return jax.lax.reshape(leaf, shape, out_sharding=jax.sharding.NamedSharding(sharding.mesh, split))
 
 
 def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyTree:
@@ -191,34 +190,11 @@ def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyT
     """
     options = Options.checked(microbatch_size, "error", "strided", None)
 
-    def split(path: Sequence[Any], leaf: Any) -> jax.Array:
-        leaf = as_array(leaf, "tree" + jax.tree_util.keystr(tuple(path)))
-        at = normalized_axis(axis, leaf, "tree" + jax.tree_util.keystr(tuple(path)))
-        size = options.plan(leaf.shape[at]).size
-        return _split_rows(leaf, size, at).swapaxes(at, at + 1)
-
-    return jax.tree_util.tree_map_with_path(split, tree)
-
-
-def as_array(leaf: Any, name: str) -> jax.Array:
-    """The leaf as an array of JAX, or a TypeError that names it."""
-    if isinstance(leaf, jax.Array):
-        return leaf
-    try:
-        return jnp.asarray(leaf)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{name} must be an array, got a {type(leaf).__name__}. Leave it out of the batch arguments."
-        ) from None
-
-
-def normalized_axis(axis: int, leaf: jax.Array, name: str) -> int:
-    """The axis counted from the front, or a ValueError that names the array."""
-    if not leaf.ndim:
-        raise ValueError(
-            f"{name} needs a batch axis, but has shape (). Leave a value that all rows share out of the batch "
-            "arguments, or give it one entry for each row."
-        )
-    if not -leaf.ndim <= axis < leaf.ndim:
-        raise ValueError(f"{name} has shape {leaf.shape}, so its batch axis cannot be {axis}. Set the axis to match.")
-    return axis % leaf.ndim
+    named, treedef = flatten_with_names(tree, "tree")
+    split = []
+    for name, leaf in named:
+        array = as_array(leaf, name)
+        at = normalized_axis(axis, array, name)
+        size = options.plan(array.shape[at]).size
+        split.append(_split_rows(array, size, at).swapaxes(at, at + 1))
+    return treedef.unflatten(split)

@@ -18,6 +18,7 @@ from microtome.bridge.values import (
     jax_dtype,
     results_to_tensors,
     tensor_to_array,
+    tensors_to_arguments,
     torch_device,
     torch_dtype,
 )
@@ -41,6 +42,7 @@ SHARED = {
     "flattened": lambda t: t.reshape(-1),
     "size-1 axes": lambda t: t.reshape(-1, 1, 6, 1).transpose(0, 1),
     "size-1 stride": lambda t: t.reshape(1, -1).as_strided((1, 8, 1), (77, 1, 13)),
+    "permuted size-1 stride": lambda t: t.reshape(-1).as_strided((96, 1, 16), (1, 5, 96)),
     "0-d": lambda t: t[0, 0, 0, 0],
     "no elements": lambda t: t[:, :0].permute(1, 3, 0, 2),
     "empty": lambda t: torch.empty(0, dtype=t.dtype),
@@ -242,6 +244,43 @@ def test_arrays_made_by_jax(dtype: torch.dtype) -> None:
         assert tensor.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arguments_of_compiled_functions(dtype: torch.dtype) -> None:
+    """Whatever form an argument takes, the compiled function sees the value and the dtype of the tensor."""
+    tensors = [view(_bytes(dtype, 4, 6, 2, 32)) for view in LAYOUTS.values()]
+    arguments = tensors_to_arguments(tensors)
+    with versions.enable_x64():
+        results = jax.jit(lambda *args: args)(*arguments)
+    for layout, tensor, argument, result in zip(LAYOUTS, tensors, arguments, results, strict=True):
+        _assert_same_value(argument, tensor)
+        _assert_same_value(result, tensor)
+        if isinstance(argument, np.ndarray) and tensor.numel():
+            assert argument.__array_interface__["data"][0] == tensor.data_ptr(), layout
+        elif tensor.numel():
+            assert _shares_memory(argument, tensor) == (layout in SHARED), layout
+
+
+def test_arguments_do_not_recompile_for_another_address() -> None:
+    buffer = torch.zeros(65)
+    fun = jax.jit(lambda x: x + 1)
+    for tensor in (buffer[:64], buffer[1:], torch.nn.Parameter(torch.zeros(64)), torch.zeros(64)):
+        fun(*tensors_to_arguments([tensor]))
+    assert fun._cache_size() == 1
+
+
+def test_arguments_are_arrays_where_jax_computes_elsewhere() -> None:
+    with jax.default_device(jax.devices("cpu")[0]):
+        (argument,) = tensors_to_arguments([torch.zeros(4)])
+    assert isinstance(argument, jax.Array)
+
+
+def test_lazy_views_as_arguments() -> None:
+    z = torch.randn(3, 4, dtype=torch.complex64, generator=torch.manual_seed(0))
+    tensors = [z.conj(), z.conj().imag, torch._neg_view(z), z.real.requires_grad_()]
+    for argument, tensor in zip(tensors_to_arguments(tensors), tensors, strict=True):
+        _assert_same_value(argument, tensor)
+
+
 # --- who shares memory with whom
 
 
@@ -343,6 +382,22 @@ def test_inputs_may_be_written_once_any_result_has_crossed() -> None:
         assert torch.equal(array_to_tensor(slow), expected)
 
 
+def test_arguments_may_be_written_and_freed_once_a_result_has_crossed() -> None:
+    buffer = torch.ones(400 * 500 + 1)
+    views = [buffer[:-1].view(400, 500), buffer[1:].view(400, 500)]  # one taken as it is, one copied by the call
+    expected = array_to_tensor(_slow(*tensors_to_arguments(views[:1]))[1], copy=True)
+    for x in views * 3:
+        buffer.fill_(1.0)
+        quick, slow = _slow(*tensors_to_arguments([x]))
+        array_to_tensor(quick)
+        buffer.fill_(7.0)
+        assert torch.equal(array_to_tensor(slow), expected)
+    slow = _slow(*tensors_to_arguments([torch.ones(400, 500)]))[1]
+    fillers = [torch.full((400, 500), 7.0) for _ in range(4)]
+    assert torch.equal(array_to_tensor(slow), expected)
+    assert len(fillers) == 4
+
+
 @pytest.mark.parametrize("layout", COPIED)
 def test_copied_layouts_are_complete_on_return(layout: str) -> None:
     base = torch.ones(4 * 64, 6, 2, 320)
@@ -385,6 +440,8 @@ def test_tensors_that_jax_cannot_have(kind: str) -> None:
     tensor, message = _refused()[kind]
     with pytest.raises(TypeError, match=message):
         tensor_to_array(tensor)
+    with pytest.raises(TypeError, match=message):
+        tensors_to_arguments([tensor])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
@@ -402,8 +459,9 @@ def test_more_tensors_that_jax_cannot_have() -> None:
 
 def test_tensors_inside_torch_func_are_refused() -> None:
     def inside(x: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(TypeError, match=r"inside torch\.func .* as_torch"):
-            tensor_to_array(x)
+        for wrong in (tensor_to_array, lambda x: tensors_to_arguments([x])):
+            with pytest.raises(TypeError, match=r"inside torch\.func .* as_torch"):
+                wrong(x)
         return x.sum()
 
     torch.func.vmap(inside)(torch.ones(3, 2))

@@ -20,16 +20,41 @@ aten = torch.ops.aten
 
 
 def forward(op: Any) -> Callable[..., Any]:
-    """The lowering of a forward op, for use by another lowering: no metas, no key."""
+    """The lowering of a forward op, for use by another lowering, which JAX may differentiate."""
     from . import find_lowering, has_lowering
 
     if isinstance(op, torch._ops.OpOverloadPacket):
         overloads = op.overloads()
         op = getattr(op, "default" if "default" in overloads else overloads[0])
     if has_lowering(op) is None:
-        raise NotImplementedError(f"torch op {op} has no JAX lowering")
+        return lambda *args: _recorded(op, args)
     found = find_lowering(op)
     return lambda *args, **kwargs: found(*args, _results=(), _key=None, **kwargs)
+
+
+def _recorded(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
+    """An op that torch decomposes: record it, and run the smaller ops."""
+    from ..graph import Meta, read, run
+    from ..recorder import record
+    from ..values import torch_dtype
+
+    where = [i for i, a in enumerate(args) if isinstance(a, jax.Array)]
+    metas = [Meta(torch_dtype(args[i].dtype), args[i].shape) for i in where]
+
+    def fun(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        full = list(args)
+        for i, tensor in zip(where, tensors, strict=True):
+            full[i] = tensor
+        out = op(*full)
+        return [out] if isinstance(out, torch.Tensor) else list(out)
+
+    graph, _ = record(fun, metas, [False] * len(metas), [])
+    if any(node is not None and node.op is op for node in graph.nodes):
+        raise NotImplementedError(f"torch op {op} has no JAX lowering")
+    values: dict[int, Any] = dict(zip(graph.inputs, [args[i] for i in where], strict=True))
+    run(graph, graph.forward_nodes, values, jax.numpy.zeros(2, "uint32"))
+    outs = [read(values, o) for o in graph.outputs]
+    return outs[0] if len(outs) == 1 else outs
 
 
 def pull_back(op: torch._ops.OpOverload) -> Callable[..., Any]:

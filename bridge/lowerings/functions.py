@@ -69,4 +69,45 @@ def gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-REPLACEMENTS: dict[Any, Any] = {F.embedding_bag: embedding_bag, F.gaussian_nll_loss: gaussian_nll_loss}
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """As ``F.ctc_loss``, by the forward recursion of Graves et al. (2006): the fused op's shapes depend on the lengths."""
+    batched = log_probs.dim() == 3
+    if not batched:
+        log_probs = log_probs.unsqueeze(1)
+    steps, rows, _ = log_probs.shape
+    lengths = torch.as_tensor(input_lengths).reshape(-1)
+    labels = torch.as_tensor(target_lengths).reshape(-1)
+    if targets.dim() == 1:  # the labels of all rows, one after another
+        targets = torch.nn.utils.rnn.pad_sequence(targets.split(labels.tolist()), batch_first=True)
+    # A path visits blank, label, blank, label, ..., blank; a label may follow another label that differs from it.
+    path = torch.full((rows, 2 * targets.shape[1] + 1), blank, dtype=torch.long, device=log_probs.device)
+    path[:, 1::2] = targets
+    skip = torch.zeros_like(path, dtype=torch.bool)
+    skip[:, 2:] = (path[:, 2:] != blank) & (path[:, 2:] != path[:, :-2])
+    impossible = torch.finfo(log_probs.dtype).min / 4  # finite: the gradient of logsumexp over -inf alone is NaN
+    emitted = log_probs.gather(2, path.expand(steps, -1, -1))
+    alpha = torch.full_like(emitted[0], impossible)
+    alpha = torch.cat([emitted[0, :, :2], alpha[:, 2:]], 1)
+    for t in range(1, steps):
+        stay = [alpha, F.pad(alpha[:, :-1], (1, 0), value=impossible)]
+        stay.append(torch.where(skip, F.pad(alpha[:, :-2], (2, 0), value=impossible), impossible))
+        moved = (torch.logsumexp(torch.stack(stay), 0) + emitted[t]).clamp(min=impossible)
+        alpha = torch.where((t < lengths)[:, None], moved, alpha)
+    last = alpha.gather(1, 2 * labels[:, None])
+    before = torch.where(labels[:, None] > 0, alpha.gather(1, (2 * labels[:, None] - 1).clamp(min=0)), impossible)
+    loss = -torch.logsumexp(torch.cat([last, before], 1), 1)
+    loss = torch.where(loss < -impossible / 2, loss, 0.0 if zero_infinity else math.inf)
+    if reduction == "mean":
+        return (loss / labels.clamp(min=1)).mean()
+    return loss.sum() if reduction == "sum" else loss if batched else loss[0]
+
+
+REPLACEMENTS: dict[Any, Any] = {F.ctc_loss: ctc_loss, F.embedding_bag: embedding_bag, F.gaussian_nll_loss: gaussian_nll_loss}

@@ -1,0 +1,63 @@
+"""Pytrees: flattening with one type for what comes out, and the arrays at the leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+PyTree: TypeAlias = Any
+
+
+def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """``jax.tree.flatten``, whose tree definition no type checker knows."""
+    return jax.tree.flatten(tree, is_leaf=is_leaf)
+
+
+def structure(tree: PyTree) -> Any:
+    """``jax.tree.structure``, likewise."""
+    return jax.tree.structure(tree)
+
+
+def flatten_with_names(tree: PyTree, name: str) -> tuple[list[tuple[str, Any]], Any]:
+    """The leaves, each with a name like ``batch['x']``, and the tree definition."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves], treedef
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of an array, or the one a Python number has in JAX."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """The mesh axes of ``jax.shard_map`` over which a value of this type differs."""
+    # Named `vma` before JAX 0.10.
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(kind.varying if kind is not None else getattr(aval, "vma", None) or ())
+
+
+def as_array(leaf: Any, name: str) -> jax.Array:
+    """The leaf as an array of JAX, or a TypeError that names it."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must be an array, got a {type(leaf).__name__}. Leave it out of the batch arguments."
+        ) from None
+
+
+def normalized_axis(axis: int, leaf: jax.Array, name: str) -> int:
+    """The axis counted from the front, or a ValueError that names the array."""
+    if not leaf.ndim:
+        raise ValueError(
+            f"{name} needs a batch axis, but has shape (). Leave a value that all rows share out of the batch "
+            "arguments, or give it one entry for each row."
+        )
+    if not -leaf.ndim <= axis < leaf.ndim:
+        raise ValueError(f"{name} has shape {leaf.shape}, so its batch axis cannot be {axis}. Set the axis to match.")
+    return axis % leaf.ndim
