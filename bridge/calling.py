@@ -18,7 +18,7 @@ import torch
 from .captures import Walk, forked_child, hashable
 from .context import Call, current_call, running
 from .trees import to_jax_tree, to_torch_tree
-from .values import array_to_tensor, jax_dtype, tensor_to_array
+from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array
 from .versions import enable_x64
 
 _CACHE_SIZE = 256
@@ -30,7 +30,7 @@ Body = Callable[..., Any]
 _COMPILED: collections.Counter[Any] = collections.Counter()
 
 
-def as_torch(jax_fun: Callable[..., Any]) -> Callable[..., Any]:
+def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callable[..., Any]:
     """A JAX callable as a torch callable: ``to_torch(jax.jit(jax_fun)(*to_jax(args)))``, and part of torch's autograd.
 
     Compiled once for each signature: structure, dtypes and shapes of the arguments, values of the static ones (ints,
@@ -39,6 +39,8 @@ def as_torch(jax_fun: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         jax_fun: a function of pytrees of arrays, such as ``jax.grad(as_jax(loss))`` or a JAX library's.
+        recompute: keep no residuals and compile a backward pass only when one runs, which then starts from the inputs.
+            For functions whose results are rarely differentiated, such as gradients.
 
     Returns:
         The torch callable, with the signature of ``jax_fun``. Outputs carry a ``grad_fn`` when an input or a captured
@@ -57,15 +59,15 @@ def as_torch(jax_fun: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def fun(*args: Any, **kwargs: Any) -> Any:
-        return _call(jax_fun, args, kwargs)
+        return _call(jax_fun, recompute, args, kwargs)
 
     functools.update_wrapper(fun, jax_fun)
-    fun.lower = lambda *args, **kwargs: _program(jax_fun, args, kwargs)[0]  # type: ignore[attr-defined]
+    fun.compiled = lambda *args, **kwargs: _program(jax_fun, recompute, args, kwargs)[0]  # type: ignore[attr-defined]
     return fun
 
 
-def _call(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    program, tensors, body = _program(jax_fun, args, kwargs)
+def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    program, tensors, body = _program(jax_fun, recompute, args, kwargs)
     key = _new_key(program.draws)
     if any(program.need):
         outputs = _Differentiable.apply(program, body, key, *tensors)
@@ -75,7 +77,7 @@ def _call(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _program(
-    jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Program, list[torch.Tensor], Body]:
     if forked_child():
         raise RuntimeError(
@@ -94,6 +96,7 @@ def _program(
         tuple(map(hashable, statics)),
         walk.key,
         torch.is_grad_enabled(),
+        recompute,
     )
 
     def body(*arrays: Any) -> Any:
@@ -104,7 +107,7 @@ def _program(
     with _LOCK:
         program = _PROGRAMS.get(signature)
         if program is None or any(ref() is None for ref in program.hidden):
-            program = _PROGRAMS[signature] = Program(body, arguments, walk.tensors)
+            program = _PROGRAMS[signature] = Program(body, arguments, walk.tensors, recompute)
             if len(_PROGRAMS) > _CACHE_SIZE:
                 _PROGRAMS.popitem(last=False)
             _warn_of_many(jax_fun, walk)
@@ -145,14 +148,17 @@ class Program:
     walk over the function found, and ``hidden`` ones that only the trace met.
     """
 
-    def __init__(self, body: Body, arguments: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, body: Body, arguments: Sequence[torch.Tensor], captured: Sequence[torch.Tensor], recompute: bool
+    ) -> None:
         self.device = _common_device([*arguments, *captured])
-        self.count = len(arguments)
+        self.count, self.recompute = len(arguments), recompute
         inputs = [*arguments, *captured]
         while True:
             self.need = tuple(torch.is_grad_enabled() and _differentiable(t) for t in inputs)
             trace = _Trace(body, inputs, self.count, self.device)
-            compiled = trace.compile_backward(self.need) if any(self.need) else trace.compile_forward()
+            residuals = any(self.need) and not recompute
+            compiled = trace.compile_backward(self.need) if residuals else trace.compile_forward()
             if not trace.call.missing:
                 break
             inputs = [*inputs, *trace.call.missing]
@@ -194,7 +200,7 @@ class _Trace:
         self.call = Call({}, None, device)
         self.shape: list[Any] = []
         self.moving: list[bool] = []
-        where = jax.sharding.SingleDeviceSharding(_jax_device(device))
+        where = jax.sharding.SingleDeviceSharding(jax_device(device))
         self.avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype), sharding=where) for t in inputs]
 
     def position(self, tensor: torch.Tensor) -> int:
@@ -229,7 +235,100 @@ class _Trace:
 
         with enable_x64(), running(self.call):
             lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            return None if self.call.missing else lowered.compile(), [], [], None
+            return None if self.call.missing else lowered.compile(), [], [True] * len(self.shape[1]), None
+
+    def compile_backward(self, need: tuple[bool, ...]) -> tuple[Any, ...]:
+        kept: list[Any] = []
+
+        def forward(key: Any, *arrays: Any) -> Any:
+            outputs, pull, updates = self.pull(need, key, arrays)
+            leaves, treedef = jax.tree.flatten(pull)
+            written = {self.position(t) for t, _ in self.call.mutations if not self.call.missing}
+            # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
+            which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
+            kept[:] = [treedef, which]
+            return outputs, updates, [leaf for leaf, i in zip(leaves, which, strict=True) if i is None]
+
+        def backward(saved: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            given, made = iter(saved), iter(residuals)
+            pull = treedef.unflatten([next(made) if i is None else next(given) for i in which])
+            return [jnp.conj(g) for g in pull(_jax_cotangents(cotangents))]
+
+        with enable_x64(), running(self.call):
+            lowered = jax.jit(forward).lower(_KEY, *self.avals)
+            treedef, which = kept
+            saved = [i for i in which if i is not None]
+            if self.call.missing:
+                return None, saved, [], None
+            outputs, _, residuals = lowered.out_info
+            pulled = jax.jit(backward).lower([self.avals[i] for i in saved], residuals, outputs)
+            return lowered.compile(), saved, self.moving, pulled.compile()
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _jax_cotangents(cotangents: Sequence[Any]) -> list[Any]:
+    """JAX's cotangents: the conjugates of torch's, and none for integers."""
+    return [
+        jnp.conj(c) if jnp.issubdtype(c.dtype, jnp.inexact) else np.zeros(c.shape, jax.dtypes.float0)
+        for c in cotangents
+    ]
+
+
+def _common_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        names = sorted(map(str, devices))
+        raise ValueError(f"the tensors are on different devices ({', '.join(names)}); move them to one with .to(device)")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+class _Trace:
+    """The tensors, functions and JAX context of one compilation; nothing of it outlives that."""
+
+    def __init__(self, body: Body, inputs: Sequence[torch.Tensor], count: int, device: torch.device) -> None:
+        self.body, self.inputs, self.count = body, inputs, count
+        self.call = Call({}, None, device)
+        self.shape: list[Any] = []
+        self.moving: list[bool] = []
+        where = jax.sharding.SingleDeviceSharding(jax_device(device))
+        self.avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype), sharding=where) for t in inputs]
+
+    def position(self, tensor: torch.Tensor) -> int:
+        return next(i for i, t in enumerate(self.inputs) if t is tensor and i >= self.count)
+
+    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Run the function on tracers: flat outputs, and the new values of buffers."""
+        captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
+        self.call.tensors.update({id(t): a for t, a in captured})
+        self.call.enter_body()
+        leaves, treedef = jax.tree.flatten(to_jax_tree(self.body(*arrays[: self.count])))
+        made = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
+        self.shape = [treedef, made, [None if m else leaf for leaf, m in zip(leaves, made, strict=True)]]
+        return [jnp.asarray(x) for x, m in zip(leaves, made, strict=True) if m], [v for _, v in self.call.mutations]
+
+    def pull(self, need: tuple[bool, ...], key: Any, arrays: Sequence[Any]) -> Any:
+        """``jax.vjp`` of the function in the inputs that ``need`` names."""
+        self.call.key = key
+
+        def run(*moving: Any) -> Any:
+            rest = iter(moving)
+            outputs, updates = self.run([next(rest) if n else a for n, a in zip(need, arrays, strict=True)])
+            self.moving = [type(o) is type(moving[0]) for o in outputs]  # the others do not depend on ``moving``
+            return outputs, updates
+
+        return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
+
+    def compile_forward(self) -> tuple[Any, ...]:
+        def forward(key: Any, *arrays: Any) -> Any:
+            self.call.key = key
+            return *self.run(arrays), []
+
+        with enable_x64(), running(self.call):
+            lowered = jax.jit(forward).lower(_KEY, *self.avals)
+            return None if self.call.missing else lowered.compile(), [], [True] * len(self.shape[1]), None
 
     def compile_backward(self, need: tuple[bool, ...]) -> tuple[Any, ...]:
         kept: list[Any] = []
@@ -307,7 +406,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or ctx.program.recompute:
             grads = _differentiable_backward(ctx.program, *ctx.again, cotangents)
         else:
             grads = ctx.program.backward(ctx.saved_tensors, ctx.residuals, cotangents)
@@ -327,7 +426,7 @@ def _differentiable_backward(
     if [t._version for t in tensors] != list(versions):
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation between the "
-            "forward pass and a backward pass with create_graph=True"
+            "forward pass and a backward pass that starts from the inputs"
         )
     count, device, need = program.count, program.device, program.need
 

@@ -16,21 +16,7 @@ import jax
 import torch
 from torch.utils.dlpack import to_dlpack
 
-__all__ = ["enable_x64", "native_export", "native_import", "numeric_version"]
-
-
-def numeric_version(text: str) -> tuple[int, ...]:
-    """Return a version's leading numbers, which compare as versions do (strings do not).
-
-    >>> numeric_version("0.10.2"), numeric_version("2.13.0+cpu"), numeric_version("0.11.0.dev20260101")
-    ((0, 10, 2), (2, 13, 0), (0, 11, 0))
-    """
-    numbers = []
-    for part in text.partition("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+__all__ = ["enable_x64", "native_export", "native_import"]
 
 
 def enable_x64() -> AbstractContextManager[None]:

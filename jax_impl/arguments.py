@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from .trees import PyTree, as_array, flatten, flatten_with_names, normalized_axis, structure
+from .trees import PyTree, as_array, flatten, flatten_with_names, integer, normalized_axis, structure
 
 Function: TypeAlias = Callable[..., Any]
 # Where a call holds an argument: its position, or the keyword it was passed by.
@@ -25,10 +25,7 @@ def wraps(fun: Function) -> Callable[[Function], Function]:
 def indices(name: str, value: Any) -> tuple[int, ...]:
     """One int or a sequence of ints as a tuple."""
     items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, int):
-            raise TypeError(f"{name} must be an int or a sequence of ints, got {value!r}.")
-    return items
+    return tuple(integer(name, item, "an int or a sequence of ints") for item in items)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +172,10 @@ def _axes(prefix: PyTree, value: PyTree, label: str) -> list[int | None]:
     axes, treedef = flatten(prefix, is_leaf=lambda a: a is None)
     try:
         parts = treedef.flatten_up_to(value)
-    except ValueError as error:
+    except ValueError:
         raise ValueError(
-            f"in_axes of {label} must be an int, None or a prefix of its tree. Axes: {treedef}, "
-            f"{label}: {structure(value)}. {error}"
+            f"in_axes of {label} must be an int, None or a prefix of its tree. Axes: {treedef}; "
+            f"{label}: {structure(value)}."
         ) from None
     for axis in axes:
         if isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):

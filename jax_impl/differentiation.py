@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .arguments import Arguments, Function, Slot, read, slots, write
-from .trees import dtype_of, flatten, structure
+from .trees import as_array, dtype_of, flatten, flatten_with_names, structure
 
 
 def places_to_differentiate(
@@ -21,8 +21,10 @@ def places_to_differentiate(
         if slot is None:
             raise TypeError(f"argument {target}, which argnums names, was left at its default. Pass it to the call.")
         places.append(slot)
-        dtypes = [dtype_of(leaf) for leaf in jax.tree.leaves(read(slot, args, kwargs))]
         name = arguments.label(slot)
+        hint = "Pass what is no array as an argument of its own."
+        leaves, _ = flatten_with_names(read(slot, args, kwargs), name)
+        dtypes = [as_array(leaf, path, hint).dtype for path, leaf in leaves]
         if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
             raise TypeError(f"{name} holds random keys, which have no gradient. Pass them as an argument of their own.")
         if dtypes and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):

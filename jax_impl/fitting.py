@@ -43,10 +43,10 @@ def match(accumulators: AccumulatorTree, outputs: PyTree) -> list[tuple[Any, PyT
     leaves, treedef = flatten(accumulators)
     try:
         return list(zip(leaves, treedef.flatten_up_to(outputs), strict=True))
-    except ValueError as error:
+    except ValueError:
         raise ValueError(
             "the accumulator tree must be a prefix of the output's tree. "
-            f"Accumulators: {treedef}; output: {structure(outputs)}. {error}"
+            f"Accumulators: {treedef}; output: {structure(outputs)}."
         ) from None
 
 

@@ -101,6 +101,8 @@ def microbatch(
     check_tree(accumulator)
     arguments = Arguments.of(fun)
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"argnames must be a string or a sequence of strings, got {argnames!r}.")
     targets: list[Slot] = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
     targets += [arguments.check("argnames", name) for name in names]
     axes = _axis_of_each(in_axes, len(targets))

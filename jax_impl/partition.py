@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .trees import PyTree, as_array, flatten_with_names, normalized_axis
+from .trees import PyTree, as_array, flatten_with_names, integer, normalized_axis
 
 REMAINDERS = ("error", "run")
 PARTITIONS = ("strided", "contiguous")
@@ -33,7 +32,7 @@ class Options:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
         size = microbatch_size
         if size is not None:
-            size = _integer("microbatch_size", size, "a positive int, or None for a single microbatch")
+            size = integer("microbatch_size", size, "a positive int, or None for a single microbatch")
             if size < 1:
                 raise ValueError(f"microbatch_size must be positive, got {size}. Pass None for a single microbatch.")
         return cls(size, remainder, partition, _checked_real(num_real_microbatches))
@@ -58,21 +57,12 @@ class Options:
         return plan
 
 
-def _integer(name: str, value: Any, rule: str) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        return operator.index(value)
-    except (TypeError, jax.errors.TracerIntegerConversionError):
-        raise TypeError(f"{name} must be {rule}, got {value!r} of type {type(value).__name__}.") from None
-
-
 def _checked_real(real: Any) -> int | jax.Array | None:
     rule = "an int or an integer array of shape ()"
     if real is None:
         return None
     if not hasattr(real, "dtype") or isinstance(real, np.generic):
-        real = _integer("num_real_microbatches", real, rule)
+        real = integer("num_real_microbatches", real, rule)
         if real < 0:
             raise ValueError(f"num_real_microbatches must not be negative, got {real}.")
         return real

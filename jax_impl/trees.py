@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree: TypeAlias = Any
 
@@ -27,6 +29,16 @@ def flatten_with_names(tree: PyTree, name: str) -> tuple[list[tuple[str, Any]], 
     return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves], treedef
 
 
+def integer(name: str, value: Any, rule: str) -> int:
+    """The value as a Python int, or a TypeError that names it and the rule."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        return operator.index(value)
+    except (TypeError, jax.errors.TracerIntegerConversionError):
+        raise TypeError(f"{name} must be {rule}, got {value!r} of type {type(value).__name__}.") from None
+
+
 def dtype_of(leaf: Any) -> Any:
     """The dtype of an array, or the one a Python number has in JAX."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
@@ -34,21 +46,19 @@ def dtype_of(leaf: Any) -> Any:
 
 def varying_axes(aval: Any) -> frozenset[Any]:
     """The mesh axes of ``jax.shard_map`` over which a value of this type differs."""
-    # Named `vma` before JAX 0.10.
+    # Some releases name it `vma`.
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", None) or ())
 
 
-def as_array(leaf: Any, name: str) -> jax.Array:
+def as_array(leaf: Any, name: str, hint: str = "Leave it out of the batch arguments.") -> jax.Array:
     """The leaf as an array of JAX, or a TypeError that names it."""
     if isinstance(leaf, jax.Array):
         return leaf
     try:
         return jnp.asarray(leaf)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"{name} must be an array, got a {type(leaf).__name__}. Leave it out of the batch arguments."
-        ) from None
+        raise TypeError(f"{name} must be an array, got a {type(leaf).__name__}. {hint}") from None
 
 
 def normalized_axis(axis: int, leaf: jax.Array, name: str) -> int:

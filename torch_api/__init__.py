@@ -1,1 +1,30 @@
-"""The transforms for torch functions and tensors."""
+"""Memory-saving transforms for torch functions and modules, executed by XLA."""
+
+from ..bridge import as_jax, as_torch, jax_function, lift, to_jax, to_torch
+from .microbatching import (
+    AccumulationType,
+    Accumulator,
+    assign_grads,
+    micro_grad,
+    micro_vmap,
+    microbatch,
+    reshape_batch_axis,
+    weighted_mean,
+)
+
+__all__ = [
+    "AccumulationType",
+    "Accumulator",
+    "as_jax",
+    "as_torch",
+    "assign_grads",
+    "jax_function",
+    "lift",
+    "micro_grad",
+    "micro_vmap",
+    "microbatch",
+    "reshape_batch_axis",
+    "to_jax",
+    "to_torch",
+    "weighted_mean",
+]

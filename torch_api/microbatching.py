@@ -1,0 +1,439 @@
+"""Microbatched evaluation, vmap and per-example gradients of torch functions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from .. import jax_impl
+from ..bridge import as_torch, lift
+from ..bridge.lifting import to_jax_callable
+from ..bridge.trees import Rows, to_jax_tree
+from ..jax_impl import AccumulationType, weighted_mean
+
+__all__ = [
+    "AccumulationType",
+    "Accumulator",
+    "assign_grads",
+    "micro_grad",
+    "micro_vmap",
+    "microbatch",
+    "reshape_batch_axis",
+    "weighted_mean",
+]
+
+Fun = Callable[..., Any]
+
+
+def Accumulator(init: Fun, update: Fun, finalize: Fun, aggregate: Fun) -> jax_impl.Accumulator:  # noqa: N802
+    """An accumulator of your own, from torch callables.
+
+    For outputs ``x_0, ..., x_{n-1}`` of the microbatches it stands for ``carry = init(zeros_like(x_0))``, then
+    ``carry = update(carry, x_i, i)`` for each, then ``finalize(carry)``.
+
+    Args:
+        init: ``like -> carry``; ``like`` holds zeros with the shapes and dtypes of an output.
+        update: ``(carry, value, index) -> carry`` of the same shapes and dtypes; ``index`` is an integer tensor ``[]``.
+        finalize: ``carry -> result``.
+        aggregate: ``[rows, ...] -> value``: the outputs of a microbatch's examples as one value, for
+            :func:`micro_vmap` and :func:`micro_grad`.
+
+    Returns:
+        What ``accumulator=`` takes, alone or within a tree. Each callable may be marked by ``jax_function``.
+
+    >>> import torch
+    >>> from microtome import torch_api as mt
+    >>> largest = mt.Accumulator(
+    ...     init=lambda like: torch.full_like(like, -torch.inf),
+    ...     update=lambda carry, value, index: torch.maximum(carry, value),
+    ...     finalize=lambda carry: carry,
+    ...     aggregate=lambda values: values.max(0).values,
+    ... )
+    >>> mt.microbatch(torch.max, 0, 2, largest)(torch.tensor([3.0, 9.0, 4.0]))
+    tensor(9.)
+    """
+    start, step, end, join = map(to_jax_callable, (init, update, finalize, aggregate))
+
+    def init_from_shapes(shapes: Any) -> Any:
+        return start(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+
+    def update_at(carry: Any, value: Any, index: Any) -> Any:
+        return step(carry, value, jnp.asarray(index))
+
+    return jax_impl.Accumulator(init_from_shapes, update_at, end, join)
+
+
+def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
+    """Split the batch axis of every tensor of a tree: ``[batch, ...] -> [batch / size, size, ...]``.
+
+    The rows of microbatch k of n are k, k + n, k + 2n, ... (the strided partition of :func:`microbatch`).
+
+    Raises:
+        ValueError: the size is not positive, or does not divide the batch.
+
+    >>> import torch
+    >>> from microtome import torch_api as mt
+    >>> mt.reshape_batch_axis(torch.arange(6), 2)
+    tensor([[0, 3],
+            [1, 4],
+            [2, 5]])
+    """
+    return lift(jax_impl.reshape_batch_axis)(tree, microbatch_size, axis)
+
+
+def microbatch(
+    fun: Fun,
+    argnums: int | Sequence[int],
+    microbatch_size: int | None,
+    accumulator: Any = AccumulationType.SUM,
+    *,
+    argnames: str | Sequence[str] = (),
+    in_axes: Any = 0,
+    num_real_microbatches: int | torch.Tensor | None = None,
+    remainder: str = "run",
+    partition: str = "strided",
+) -> Fun:
+    """Run a torch function on one microbatch after another and join the results.
+
+    Equivalent to ``fun``, for a ``fun`` whose result on a batch is the sum, mean or concatenation of its results on the
+    parts, as the accumulator says. What differs: peak memory is that of ``fun`` on ``microbatch_size`` rows plus the
+    joined result, in ``backward()`` too, where each microbatch is computed a second time when its turn comes.
+
+    Tensors that ``fun`` captures (a model's parameters) are read at each call and get gradients. Dropout draws a new
+    mask for each microbatch and each call, repeatable by ``torch.manual_seed``. A module that updates buffers
+    (BatchNorm in training mode) raises.
+
+    Source: ``optax.microbatching.microbatch``; ``remainder``, ``partition`` and prefix trees are added.
+
+    Args:
+        fun: torch callable of pytrees of tensors.
+        argnums: positions of the batch arguments, ``[batch, ...]`` each; each may be passed by name too.
+        microbatch_size: rows of a microbatch; None for all at once.
+        accumulator: ``SUM``, ``MEAN`` (weighted by rows), ``RUNNING_MEAN``, ``CONCAT``, :func:`weighted_mean`, an
+            :func:`Accumulator`, or a tree of these that is a prefix of the output's.
+        argnames: names of further batch arguments.
+        in_axes: the batch axis, one for all or one for each batch argument; None for an argument all rows share.
+        num_real_microbatches: stop after so many microbatches, the rest being padding.
+        remainder: ``"run"`` runs left-over rows as one smaller microbatch, ``"error"`` refuses them.
+        partition: ``"strided"`` or ``"contiguous"``.
+
+    Returns:
+        A torch callable with the signature of ``fun``, whose results have the dtypes of ``fun``'s.
+
+    Raises:
+        TypeError, ValueError: at the call, before anything runs, for arguments that do not fit; the message names the
+            argument, the rule, what was received and the way out.
+
+    >>> import torch
+    >>> from microtome import torch_api as mt
+    >>> mean_square = mt.microbatch(lambda x: (x ** 2).mean(), 0, 2, mt.AccumulationType.MEAN)
+    >>> mean_square(torch.tensor([1.0, 2.0, 3.0]))
+    tensor(4.6667)
+    """
+    traced = to_jax_callable(fun)
+    positions = [argnums] if isinstance(argnums, int) else list(argnums)
+    names = [argnames] if isinstance(argnames, str) else list(argnames)
+    targets: list[int | str] = [*positions, *names]
+    options: dict[str, Any] = {"argnames": argnames, "remainder": remainder, "partition": partition}
+    joined = to_jax_tree(accumulator)
+    jax_impl.microbatch(
+        traced, argnums, microbatch_size, joined, in_axes=in_axes, num_real_microbatches=_host(num_real_microbatches), **options
+    )
+
+    def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
+        axes = [in_axes] * len(targets) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
+        args, kwargs = _number_rows(traced, targets, axes, args, kwargs)
+        mapped = jax_impl.microbatch(
+            traced, argnums, microbatch_size, joined, in_axes=tuple(axes), num_real_microbatches=num_real, **options
+        )
+        return mapped(*args, **kwargs)
+
+    return _finish(run, fun, num_real_microbatches)
+
+
+def micro_vmap(
+    fun: Fun,
+    in_axes: Any = 0,
+    out_axes: int = 0,
+    *,
+    microbatch_size: int | None = None,
+    accumulator: Any = AccumulationType.CONCAT,
+    num_real_microbatches: int | torch.Tensor | None = None,
+    remainder: str = "run",
+    partition: str = "strided",
+) -> Fun:
+    """Map a torch function over a batch, one microbatch at a time.
+
+    Equivalent to ``torch.func.vmap(fun, in_axes)``, and with another accumulator to its results joined over the batch.
+    What differs: peak memory is that of ``microbatch_size`` examples plus the result; with ``SUM`` or ``MEAN`` the
+    outputs of all examples never exist together. Random functions draw differently for each example, and what an example
+    draws does not depend on the microbatch size.
+
+    Source: ``optax.microbatching.micro_vmap``. Arguments, results and errors as in :func:`microbatch`.
+
+    >>> import torch
+    >>> from microtome import torch_api as mt
+    >>> mt.micro_vmap(torch.sum, microbatch_size=2)(torch.arange(6.0).reshape(3, 2))
+    tensor([1., 5., 9.])
+    """
+    traced = to_jax_callable(fun)
+    joined = to_jax_tree(accumulator)
+    options: dict[str, Any] = {
+        "microbatch_size": microbatch_size,
+        "accumulator": joined,
+        "remainder": remainder,
+        "partition": partition,
+    }
+    jax_impl.micro_vmap(traced, in_axes, out_axes, num_real_microbatches=_host(num_real_microbatches), **options)
+
+    def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
+        axes = [in_axes] * len(args) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
+        targets: list[int | str] = [*range(len(axes))]
+        args, kwargs = _number_rows(traced, targets, axes, args, kwargs)
+        mapped = jax_impl.micro_vmap(traced, tuple(axes), out_axes, num_real_microbatches=num_real, **options)
+        return mapped(*args, **kwargs)
+
+    return _finish(run, fun, num_real_microbatches)
+
+
+def micro_grad(
+    fun: Fun,
+    has_aux: bool = False,
+    argnums: int | Sequence[int] = 0,
+    *,
+    batch_argnums: int | Sequence[int] = 1,
+    keep_batch_dim: bool = True,
+    microbatch_size: int | None = None,
+    accumulator: Any = AccumulationType.SUM,
+    transform_fn: Fun | None = None,
+    metrics_fn: Fun | None = None,
+    num_real_microbatches: int | torch.Tensor | None = None,
+    remainder: str = "run",
+    partition: str = "strided",
+) -> Callable[..., tuple[Any, jax_impl.Aux]]:
+    """Transform the gradient of each example of a torch loss, then accumulate them.
+
+    Equivalent, for one row ``x`` (with its axis of length 1) at a time, to::
+
+        g = torch.func.grad(fun)(params, x)
+        grads += transform_fn(g)
+
+    What differs: peak memory is ``microbatch_size`` gradients plus the result, not ``batch`` gradients, and the loop is
+    one compiled program. Any torch code can be the loss: recurrent layers, attention, ``torch.autograd.grad`` inside.
+
+    Parameters are a tensor or any tree of tensors: ``dict(model.named_parameters())`` with
+    ``torch.func.functional_call(model, params, ...)`` in the loss. Integer tensors get zeros of their own dtype;
+    parameters that the loss does not reach, and frozen ones (``nn.Parameter`` with ``requires_grad=False``), get zeros
+    where torch's ``grad`` is None. Complex gradients follow torch's convention. Dropout draws a mask for each example,
+    independent of the microbatch size. Where gradients are summed over several processes, all-reduce the result: no
+    ``.grad`` is touched, so no DistributedDataParallel hook fires.
+
+    Source: ``optax.microbatching.micro_grad``; ``remainder`` and ``partition`` are added.
+
+    Args:
+        fun: the loss, ``fun(params, batch) -> []``.
+        has_aux: whether ``fun`` returns ``(loss, aux)``.
+        argnums: positions of the arguments to differentiate.
+        batch_argnums: positions of the batch arguments, ``[batch, ...]``.
+        keep_batch_dim: pass each example as ``[1, ...]`` (else ``[...]``).
+        microbatch_size: examples of a microbatch; None for all at once.
+        accumulator: how to join the transformed gradients; see :func:`microbatch`.
+        transform_fn: torch callable on one example's gradients, such as clipping; it may change the tree.
+        metrics_fn: torch callable, a small summary of one example's gradients before ``transform_fn``.
+        num_real_microbatches: stop after so many microbatches, the rest being padding.
+        remainder: ``"run"`` or ``"error"``.
+        partition: ``"strided"`` or ``"contiguous"``.
+
+    Returns:
+        ``(*args) -> (grads, aux)``, where ``aux.values`` are the losses ``[batch]``, ``aux.metrics`` what ``metrics_fn``
+        returned and ``aux.aux`` the loss's own auxiliary output, each with the batch on axis 0.
+
+    Raises:
+        TypeError, ValueError: at the call, before anything runs: a loss that is not a scalar, ``argnums`` out of range,
+            an argument to differentiate that holds only integers, batch arguments of different length, a loss that
+            branches on values, a module that updates buffers (BatchNorm in training mode).
+
+    >>> import torch
+    >>> from microtome import torch_api as mt
+    >>> loss = lambda p, x: ((p["w"] * x).sum() - 1) ** 2
+    >>> clip = lambda g: {"w": g["w"] / g["w"].norm().clamp(min=1.0)}
+    >>> grads, aux = mt.micro_grad(loss, microbatch_size=2, transform_fn=clip)({"w": torch.zeros(2)}, torch.eye(2))
+    >>> grads, aux.values
+    ({'w': tensor([-1., -1.])}, tensor([1., 1.]))
+    """
+    traced = to_jax_callable(fun)
+    wanted = [argnums] if isinstance(argnums, int) else list(argnums)
+    batched: list[int | str] = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+    options: dict[str, Any] = {
+        "has_aux": has_aux,
+        "argnums": argnums,
+        "batch_argnums": batch_argnums,
+        "keep_batch_dim": keep_batch_dim,
+        "microbatch_size": microbatch_size,
+        "accumulator": to_jax_tree(accumulator),
+        "remainder": remainder,
+        "partition": partition,
+    }
+    if transform_fn is not None:
+        options["transform_fn"] = to_jax_callable(transform_fn)
+    if metrics_fn is not None:
+        options["metrics_fn"] = to_jax_callable(metrics_fn)
+    jax_impl.micro_grad(traced, num_real_microbatches=_host(num_real_microbatches), **options)
+
+    def run(num_real: Any, frozen: Any, *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(traced)
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            for position, flags in zip(wanted, frozen, strict=True):
+                args, kwargs = _replace(traced, position, args, kwargs, functools.partial(_restore, flags))
+            return traced(*args, **kwargs)
+
+        for position in wanted:
+            args, kwargs = _replace(traced, position, args, kwargs, _conjugate)
+        args, kwargs = _number_rows(traced, batched, [0] * len(batched), args, kwargs)
+        return jax_impl.micro_grad(loss, num_real_microbatches=num_real, **options)(*args, **kwargs)
+
+    compiled = as_torch(run, recompute=True)
+
+    @functools.wraps(fun.forward if isinstance(fun, torch.nn.Module) else fun)
+    def grads_of(*args: Any, **kwargs: Any) -> tuple[Any, jax_impl.Aux]:
+        return compiled(num_real_microbatches, _frozen(traced, wanted, args, kwargs), *args, **kwargs)
+
+    def programs(*args: Any, **kwargs: Any) -> Any:
+        return compiled.compiled(num_real_microbatches, _frozen(traced, wanted, args, kwargs), *args, **kwargs)
+
+    grads_of.compiled = programs  # type: ignore[attr-defined]
+    return grads_of
+
+
+def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> None:
+    """Write gradients into ``.grad`` by parameter name, replacing what is there; then ``optimizer.step()`` as usual.
+
+    Equivalent to ``for k, p in model.named_parameters(): p.grad = grads[k]`` with checks. Parameters that ``grads`` does
+    not name keep their ``.grad``; frozen ones (``requires_grad=False``) are skipped. The tensors are not copied.
+
+    Raises:
+        ValueError: a name that the model does not have, or a tensor of another shape, dtype or device.
+
+    >>> import torch
+    >>> from microtome import torch_api as mt
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> mt.assign_grads(layer, {"weight": torch.ones(1, 2)})
+    >>> layer.weight.grad
+    tensor([[1., 1.]])
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    unknown = [name for name in grads if name not in parameters]
+    if unknown:
+        raise ValueError(f"grads names parameters that the model does not have: {unknown}; it has {sorted(parameters)}.")
+    for name, grad in grads.items():
+        parameter = parameters[name]
+        for what in ("shape", "dtype", "device"):
+            if getattr(grad, what) != getattr(parameter, what):
+                raise ValueError(
+                    f"grads[{name!r}] has {what} {getattr(grad, what)}, but the parameter has {getattr(parameter, what)}."
+                )
+    for name, grad in grads.items():
+        if parameters[name].requires_grad:
+            parameters[name].grad = grad.detach()
+
+
+def _finish(run: Fun, fun: Fun, num_real: Any) -> Fun:
+    compiled = as_torch(run)
+
+    @functools.wraps(fun.forward if isinstance(fun, torch.nn.Module) else fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return compiled(num_real, *args, **kwargs)
+
+    wrapped.compiled = lambda *args, **kwargs: compiled.compiled(num_real, *args, **kwargs)  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _host(num_real: Any) -> Any:
+    """For the checks at wrapping time: a tensor stands for some number."""
+    return None if isinstance(num_real, torch.Tensor) else num_real
+
+
+def _names(fun: Fun) -> list[str]:
+    try:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return [p.name for p in inspect.signature(fun).parameters.values() if p.kind in kinds]
+    except (TypeError, ValueError):
+        return []
+
+
+def _place(fun: Fun, target: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Where a call passes an argument: its position, its name, or None."""
+    names = _names(fun)
+    if isinstance(target, str):
+        if target in kwargs:
+            return target
+        target = names.index(target) if target in names else len(args)
+    if target < 0:
+        target += max(len(names), len(args))
+    if 0 <= target < len(args):
+        return target
+    return names[target] if 0 <= target < len(names) and names[target] in kwargs else None
+
+
+def _replace(fun: Fun, target: int | str, args: Any, kwargs: Any, change: Fun) -> tuple[Any, Any]:
+    place = _place(fun, target, args, kwargs)
+    if isinstance(place, int):
+        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    if isinstance(place, str):
+        return args, {**kwargs, place: change(kwargs[place])}
+    return args, kwargs
+
+
+def _number_rows(fun: Fun, targets: Sequence[int | str], axes: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Attach the row numbers to one batch argument, so that random draws can tell rows apart; ``axes`` is updated."""
+    for i, (target, axis) in enumerate(zip(targets, axes, strict=False)):
+        place = _place(fun, target, args, kwargs)
+        if axis is None or place is None:
+            continue
+        rows = _length(args[place] if isinstance(place, int) else kwargs[place], axis)
+        if rows is None:
+            continue
+        axes[i] = Rows(axis, 0)
+        return _replace(fun, target, args, kwargs, lambda value, n=rows: Rows(value, jnp.arange(n, dtype=jnp.int32)))
+    return args, kwargs
+
+
+def _length(value: Any, axis: Any) -> int | None:
+    """The length of the batch axis of the first leaf that has one; None where the transform itself will complain."""
+    try:
+        spread = jax.tree.map(lambda a, part: [a] * len(jax.tree.leaves(part)), axis, value, is_leaf=lambda a: a is None)
+    except ValueError:
+        return None
+    flat = jax.tree.leaves(spread, is_leaf=lambda a: a is None)
+    for a, leaf in zip(flat, jax.tree.leaves(value), strict=False):
+        shape = getattr(leaf, "shape", ())
+        if a is not None and isinstance(a, int) and -len(shape) <= a < len(shape):
+            return int(shape[a])
+    return None
+
+
+def _frozen(fun: Fun, wanted: Sequence[int], args: Any, kwargs: Any) -> tuple[tuple[bool, ...], ...]:
+    """For each differentiated argument, which of its tensors are frozen parameters."""
+    flags = []
+    for position in wanted:
+        place = _place(fun, position, args, kwargs)
+        value = args[place] if isinstance(place, int) else kwargs[place] if place is not None else ()
+        leaves = jax.tree.leaves(to_jax_tree(value))
+        flags.append(tuple(isinstance(x, torch.nn.Parameter) and not x.requires_grad for x in leaves))
+    return tuple(flags)
+
+
+def _conjugate(tree: Any) -> Any:
+    """Differentiating in the conjugate of a complex parameter gives torch's gradient where JAX's is the conjugate."""
+    return jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, tree)
+
+
+def _restore(frozen: Sequence[bool], tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(_conjugate(tree))
+    return treedef.unflatten([jax.lax.stop_gradient(x) if f else x for x, f in zip(leaves, frozen, strict=True)])
