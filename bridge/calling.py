@@ -16,17 +16,16 @@ import numpy as np
 import torch
 
 from .captures import Walk, forked_child, hashable
-from .context import Call, current_call, running
-from .trees import to_jax_tree, to_torch_tree
-from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array
+from .compilation import Body, Trace, common_device, is_differentiable, jax_cotangents
+from .context import current_call, running
+from .trees import flatten, to_jax_tree, to_torch_tree
+from .values import array_to_tensor, tensor_to_array
 from .versions import enable_x64
 
 _CACHE_SIZE = 256
 _MANY = 32  # compilations of one function after which a warning names it
-_KEY = jax.ShapeDtypeStruct((2,), "uint32")
 _LOCK = threading.RLock()
 _PROGRAMS: collections.OrderedDict[Any, Program] = collections.OrderedDict()
-Body = Callable[..., Any]
 _COMPILED: collections.Counter[Any] = collections.Counter()
 
 
@@ -81,10 +80,10 @@ def _program(
 ) -> tuple[Program, list[torch.Tensor], Body]:
     if forked_child():
         raise RuntimeError(
-            "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA would "
-            "hang. Call it in the parent, or start workers with multiprocessing_context='spawn'."
+            "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA "
+            "would hang. Call it in the parent, or start workers with multiprocessing_context='spawn'."
         )
-    leaves, treedef = jax.tree.flatten(to_jax_tree((args, kwargs)))
+    leaves, treedef = flatten(to_jax_tree((args, kwargs)))
     dynamic = [isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray)) for leaf in leaves]
     arguments = [_tensor(leaf) for leaf, d in zip(leaves, dynamic, strict=True) if d]
     statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
@@ -122,8 +121,8 @@ def _warn_of_many(jax_fun: Callable[..., Any], walk: Walk) -> None:
     if _COMPILED[identity] == _MANY:
         name = getattr(jax_fun, "__name__", repr(jax_fun))
         warnings.warn(
-            f"{name} has been compiled {_MANY} times: shapes, static arguments or captured Python values change between "
-            "calls. Pass numbers that change as 0-d tensors, and keep shapes fixed (pad the last batch).",
+            f"{name} has been compiled {_MANY} times: shapes, static arguments or captured Python values change "
+            "between calls. Pass numbers that change as 0-d tensors, and keep shapes fixed (pad the last batch).",
             stacklevel=4,
         )
 
@@ -151,12 +150,12 @@ class Program:
     def __init__(
         self, body: Body, arguments: Sequence[torch.Tensor], captured: Sequence[torch.Tensor], recompute: bool
     ) -> None:
-        self.device = _common_device([*arguments, *captured])
+        self.device = common_device([*arguments, *captured])
         self.count, self.recompute = len(arguments), recompute
         inputs = [*arguments, *captured]
         while True:
-            self.need = tuple(torch.is_grad_enabled() and _differentiable(t) for t in inputs)
-            trace = _Trace(body, inputs, self.count, self.device)
+            self.need = tuple(torch.is_grad_enabled() and is_differentiable(t) for t in inputs)
+            trace = Trace(body, inputs, self.count, self.device)
             residuals = any(self.need) and not recompute
             compiled = trace.compile_backward(self.need) if residuals else trace.compile_forward()
             if not trace.call.missing:
@@ -192,203 +191,6 @@ class Program:
         return self._compiled.memory_analysis()
 
 
-class _Trace:
-    """The tensors, functions and JAX context of one compilation; nothing of it outlives that."""
-
-    def __init__(self, body: Body, inputs: Sequence[torch.Tensor], count: int, device: torch.device) -> None:
-        self.body, self.inputs, self.count = body, inputs, count
-        self.call = Call({}, None, device)
-        self.shape: list[Any] = []
-        self.moving: list[bool] = []
-        where = jax.sharding.SingleDeviceSharding(jax_device(device))
-        self.avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype), sharding=where) for t in inputs]
-
-    def position(self, tensor: torch.Tensor) -> int:
-        return next(i for i, t in enumerate(self.inputs) if t is tensor and i >= self.count)
-
-    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run the function on tracers: flat outputs, and the new values of buffers."""
-        captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
-        self.call.tensors.update({id(t): a for t, a in captured})
-        self.call.enter_body()
-        leaves, treedef = jax.tree.flatten(to_jax_tree(self.body(*arrays[: self.count])))
-        made = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
-        self.shape = [treedef, made, [None if m else leaf for leaf, m in zip(leaves, made, strict=True)]]
-        return [jnp.asarray(x) for x, m in zip(leaves, made, strict=True) if m], [v for _, v in self.call.mutations]
-
-    def pull(self, need: tuple[bool, ...], key: Any, arrays: Sequence[Any]) -> Any:
-        """``jax.vjp`` of the function in the inputs that ``need`` names."""
-        self.call.key = key
-
-        def run(*moving: Any) -> Any:
-            rest = iter(moving)
-            outputs, updates = self.run([next(rest) if n else a for n, a in zip(need, arrays, strict=True)])
-            self.moving = [type(o) is type(moving[0]) for o in outputs]  # the others do not depend on ``moving``
-            return outputs, updates
-
-        return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
-
-    def compile_forward(self) -> tuple[Any, ...]:
-        def forward(key: Any, *arrays: Any) -> Any:
-            self.call.key = key
-            return *self.run(arrays), []
-
-        with enable_x64(), running(self.call):
-            lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            return None if self.call.missing else lowered.compile(), [], [True] * len(self.shape[1]), None
-
-    def compile_backward(self, need: tuple[bool, ...]) -> tuple[Any, ...]:
-        kept: list[Any] = []
-
-        def forward(key: Any, *arrays: Any) -> Any:
-            outputs, pull, updates = self.pull(need, key, arrays)
-            leaves, treedef = jax.tree.flatten(pull)
-            written = {self.position(t) for t, _ in self.call.mutations if not self.call.missing}
-            # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
-            which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
-            kept[:] = [treedef, which]
-            return outputs, updates, [leaf for leaf, i in zip(leaves, which, strict=True) if i is None]
-
-        def backward(saved: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            given, made = iter(saved), iter(residuals)
-            pull = treedef.unflatten([next(made) if i is None else next(given) for i in which])
-            return [jnp.conj(g) for g in pull(_jax_cotangents(cotangents))]
-
-        with enable_x64(), running(self.call):
-            lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            treedef, which = kept
-            saved = [i for i in which if i is not None]
-            if self.call.missing:
-                return None, saved, [], None
-            outputs, _, residuals = lowered.out_info
-            pulled = jax.jit(backward).lower([self.avals[i] for i in saved], residuals, outputs)
-            return lowered.compile(), saved, self.moving, pulled.compile()
-
-
-def _differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _jax_cotangents(cotangents: Sequence[Any]) -> list[Any]:
-    """JAX's cotangents: the conjugates of torch's, and none for integers."""
-    return [
-        jnp.conj(c) if jnp.issubdtype(c.dtype, jnp.inexact) else np.zeros(c.shape, jax.dtypes.float0)
-        for c in cotangents
-    ]
-
-
-def _common_device(tensors: Sequence[torch.Tensor]) -> torch.device:
-    devices = {t.device for t in tensors}
-    if len(devices) > 1:
-        names = sorted(map(str, devices))
-        raise ValueError(f"the tensors are on different devices ({', '.join(names)}); move them to one with .to(device)")
-    return devices.pop() if devices else torch.device("cpu")
-
-
-class _Trace:
-    """The tensors, functions and JAX context of one compilation; nothing of it outlives that."""
-
-    def __init__(self, body: Body, inputs: Sequence[torch.Tensor], count: int, device: torch.device) -> None:
-        self.body, self.inputs, self.count = body, inputs, count
-        self.call = Call({}, None, device)
-        self.shape: list[Any] = []
-        self.moving: list[bool] = []
-        where = jax.sharding.SingleDeviceSharding(jax_device(device))
-        self.avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype), sharding=where) for t in inputs]
-
-    def position(self, tensor: torch.Tensor) -> int:
-        return next(i for i, t in enumerate(self.inputs) if t is tensor and i >= self.count)
-
-    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run the function on tracers: flat outputs, and the new values of buffers."""
-        captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
-        self.call.tensors.update({id(t): a for t, a in captured})
-        self.call.enter_body()
-        leaves, treedef = jax.tree.flatten(to_jax_tree(self.body(*arrays[: self.count])))
-        made = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
-        self.shape = [treedef, made, [None if m else leaf for leaf, m in zip(leaves, made, strict=True)]]
-        return [jnp.asarray(x) for x, m in zip(leaves, made, strict=True) if m], [v for _, v in self.call.mutations]
-
-    def pull(self, need: tuple[bool, ...], key: Any, arrays: Sequence[Any]) -> Any:
-        """``jax.vjp`` of the function in the inputs that ``need`` names."""
-        self.call.key = key
-
-        def run(*moving: Any) -> Any:
-            rest = iter(moving)
-            outputs, updates = self.run([next(rest) if n else a for n, a in zip(need, arrays, strict=True)])
-            self.moving = [type(o) is type(moving[0]) for o in outputs]  # the others do not depend on ``moving``
-            return outputs, updates
-
-        return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
-
-    def compile_forward(self) -> tuple[Any, ...]:
-        def forward(key: Any, *arrays: Any) -> Any:
-            self.call.key = key
-            return *self.run(arrays), []
-
-        with enable_x64(), running(self.call):
-            lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            return None if self.call.missing else lowered.compile(), [], [True] * len(self.shape[1]), None
-
-    def compile_backward(self, need: tuple[bool, ...]) -> tuple[Any, ...]:
-        kept: list[Any] = []
-
-        def forward(key: Any, *arrays: Any) -> Any:
-            outputs, pull, updates = self.pull(need, key, arrays)
-            leaves, treedef = jax.tree.flatten(pull)
-            written = {self.position(t) for t, _ in self.call.mutations if not self.call.missing}
-            # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
-            which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
-            kept[:] = [treedef, which]
-            return outputs, updates, [leaf for leaf, i in zip(leaves, which, strict=True) if i is None]
-
-        def backward(saved: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            given, made = iter(saved), iter(residuals)
-            pull = treedef.unflatten([next(made) if i is None else next(given) for i in which])
-            return [jnp.conj(g) for g in pull(_jax_cotangents(cotangents))]
-
-        with enable_x64(), running(self.call):
-            lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            treedef, which = kept
-            saved = [i for i in which if i is not None]
-            if self.call.missing:
-                return None, saved, [], None
-            outputs, _, residuals = lowered.out_info
-            pulled = jax.jit(backward).lower([self.avals[i] for i in saved], residuals, outputs)
-            return lowered.compile(), saved, self.moving, pulled.compile()
-
-
-def _differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _jax_cotangents(cotangents: Sequence[Any]) -> list[Any]:
-    """JAX's cotangents: the conjugates of torch's, and none for integers."""
-    return [
-        jnp.conj(c) if jnp.issubdtype(c.dtype, jnp.inexact) else np.zeros(c.shape, jax.dtypes.float0)
-        for c in cotangents
-    ]
-
-
-def _common_device(tensors: Sequence[torch.Tensor]) -> torch.device:
-    devices = {t.device for t in tensors}
-    if len(devices) > 1:
-        names = sorted(map(str, devices))
-        raise ValueError(f"the tensors are on different devices ({', '.join(names)}); move them to one with .to(device)")
-    return devices.pop() if devices else torch.device("cpu")
-
-
-def _jax_device(device: torch.device) -> Any:
-    kind = {"cpu": "cpu", "cuda": "gpu"}.get(device.type)
-    try:
-        return jax.devices(kind)[device.index or 0] if kind else None
-    except (RuntimeError, IndexError) as error:
-        raise ValueError(
-            f"the tensors are on {device}, but JAX has no backend for it ({error}); install jax[cuda13] (or the extra of "
-            "your CUDA version), or move the tensors to the CPU"
-        ) from None
-
-
 class _Differentiable(torch.autograd.Function):
     """A compiled call as a node of torch's graph."""
 
@@ -400,43 +202,41 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(*(tensors[i] for i in program.saved))
         ctx.program, ctx.again = program, (body, key, before, [t._version for t in before])
         ctx.mark_non_differentiable(
-            *(m for m, d in zip(made, program.moving, strict=True) if not d or not (m.is_floating_point() or m.is_complex()))
+            *(
+                m
+                for m, d in zip(made, program.moving, strict=True)
+                if not d or not (m.is_floating_point() or m.is_complex())
+            )
         )
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         if torch.is_grad_enabled() or ctx.program.recompute:
-            grads = _differentiable_backward(ctx.program, *ctx.again, cotangents)
+            grads = _differentiable_backward(ctx.program, ctx.again, cotangents)
         else:
             grads = ctx.program.backward(ctx.saved_tensors, ctx.residuals, cotangents)
         rest = iter(grads)
         return None, None, None, *(next(rest) if n else None for n in ctx.program.need)
 
 
-def _differentiable_backward(
-    program: Program,
-    body: Body,
-    key: Any,
-    tensors: Sequence[torch.Tensor],
-    versions: Sequence[int],
-    cotangents: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
+def _differentiable_backward(program: Program, again: Any, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The backward pass as a call of its own, from the inputs, so that torch can differentiate it again."""
+    body, key, tensors, versions = again
     if [t._version for t in tensors] != list(versions):
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation between the "
-            "forward pass and a backward pass that starts from the inputs"
+            "one of the variables needed for gradient computation has been modified by an inplace operation between "
+            "the forward pass and a backward pass that starts from the inputs"
         )
     count, device, need = program.count, program.device, program.need
 
     def product(key: Any, inputs: Any, cotangents: Any) -> list[Any]:
         outer = current_call()
-        trace = _Trace(body, tensors, count, device)
+        trace = Trace(body, tensors, count, device)
         with running(trace.call):
             _, pull, _ = trace.pull(need, key, inputs)
         if outer is not None:
             outer.draws = outer.draws or trace.call.draws
-        return [jnp.conj(g) for g in pull(_jax_cotangents(cotangents))]
+        return [jnp.conj(g) for g in pull(jax_cotangents(cotangents))]
 
-    return as_torch(product)(torch.from_numpy(key), list(tensors), list(cotangents))  # type: ignore[no-any-return]
+    return as_torch(product)(torch.from_numpy(key), list(tensors), list(cotangents))

@@ -26,7 +26,11 @@ import torch
 
 _LIBRARIES = tuple(
     os.path.join(path, "")
-    for path in {*site.getsitepackages(), os.path.dirname(os.__file__), *(os.path.dirname(m.__file__ or "") for m in (jax, torch))}
+    for path in {
+        *site.getsitepackages(),
+        os.path.dirname(os.__file__),
+        *(os.path.dirname(m.__file__ or "") for m in (jax, torch)),
+    }
 )
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _OWN = tuple(os.path.join(_PACKAGE + part, "") for part in ("bridge", "jax_impl", "torch_api"))
@@ -80,7 +84,7 @@ class Walk:
     """The key and the captured tensors of a callable (or any other value)."""
 
     def __init__(self, root: object, ignored: frozenset[str] = frozenset()) -> None:
-        self.parts: list[Hashable] = []
+        self.parts: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.paths: list[Path] = []
         self.owners: list[torch.nn.Module | None] = []
@@ -184,8 +188,8 @@ class Walk:
         self.parts += (code, f.__module__, code.co_filename)
         outer, names = self._names, _names(code)
         self._names = self._names | names
-        for name, value in ((f.__defaults__, "defaults"), (f.__kwdefaults__, "defaults")):
-            self._visit(name, (path, value))
+        for defaults in (f.__defaults__, f.__kwdefaults__):
+            self._visit(defaults, (path, "defaults"))
         for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
@@ -199,7 +203,8 @@ class Walk:
         self._names = outer
 
     def _module(self, m: torch.nn.Module, path: Path) -> None:
-        self.parts += (type(m), m.training)
+        cls: Any = type(m)
+        self.parts += (cls, m.training)
         self.holders.append(m)
         outer, self._owner = self._owner, m
         fields = m.__dict__
@@ -216,13 +221,13 @@ class Walk:
         for name in _HOOKS:
             if fields[name]:
                 self._visit(list(fields[name].values()), (path, f".{name}"))
-        for f in _user_methods(type(m)):
+        for f in _user_methods(cls):
             self._visit(f, (path, ""))
         self._owner = outer
 
     def _attributes(self, x: Any, path: Path) -> None:
         fields = getattr(x, "__dict__", None)
-        cls = type(x)
+        cls: Any = type(x)
         self.parts.append(cls)
         if not isinstance(fields, dict) or cls.__module__.partition(".")[0] in ("jax", "jaxlib", "torch"):
             self.parts.append(Same(x))
@@ -241,6 +246,7 @@ class Walk:
 
 
 def path_name(path: Path) -> str:
+    """``model.1.running_mean``."""
     parts: list[str] = []
     while path is not None:
         path, part = path
@@ -256,7 +262,7 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _user_methods(cls: type) -> tuple[types.FunctionType, ...]:
+def _user_methods(cls: Any) -> tuple[types.FunctionType, ...]:
     """The methods that a class gets from the user's own code."""
     found = {}
     for base in reversed(cls.__mro__):
@@ -292,6 +298,7 @@ def _dicts(holder: Any) -> list[dict[str, Any]]:
 
 
 def forked_child() -> bool:
+    """Whether this process was forked from one in which JAX was loaded."""
     return _forked
 
 

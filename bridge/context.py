@@ -54,11 +54,13 @@ _STACK = _Stack()
 
 
 def current_call() -> Call | None:
+    """The innermost call that is being traced in this thread."""
     return _STACK.calls[-1] if _STACK.calls else None
 
 
 @contextlib.contextmanager
 def running(call: Call) -> Iterator[Call]:
+    """Make a call the current one."""
     _STACK.calls.append(call)
     try:
         yield call

@@ -53,12 +53,19 @@ class TorchFunction:
         self.mutated = [len(self.arguments) + i for i, _ in graph.mutations]
         self.draws = graph.draws
 
+    def call(self, make_key: Callable[[], jax.Array], arrays: Arrays) -> list[jax.Array]:
+        """Outputs, then the final values of the captured tensors that the function writes to."""
+        key = make_key() if self.draws else np.zeros(2, np.uint32)
+        return torch_call_p.bind(key, *arrays, program=self.program(Forward))
+
     def graph(self, need: tuple[bool, ...]) -> Graph:
         """The recording with the gradients of the inputs that ``need`` names."""
         if need not in self._graphs:
             graph, captured = record(self.fun, self.arguments, need, self.captured)
             if len(captured) != len(self.captured):
-                raise TypeError("a tensor is captured only while the function is differentiated; pass it as an argument")
+                raise TypeError(
+                    "a tensor is captured only while the function is differentiated; pass it as an argument"
+                )
             self._graphs[need] = graph
         return self._graphs[need]
 
@@ -163,9 +170,7 @@ class Forward:
         if self.need is not None:
             outs = everything if self.need == need else torch_call_p.bind(*primals, program=self)
         given = [t for t, n in zip(tangents[1:], need, strict=True) if n]
-        moved = torch_linear_p.bind(
-            *primals, *saved, *given, program=function.program(Linear, need), linear=len(given)
-        )
+        moved = torch_linear_p.bind(*primals, *saved, *given, program=function.program(Linear, need), linear=len(given))
         out_tangents: list[Any] = [None] * len(outs)
         for i, tangent in zip(differentiable, moved, strict=True):
             out_tangents[i] = tangent
@@ -192,7 +197,7 @@ class Saving(Forward):
 
 
 class Backward:
-    """Inputs, residuals, cotangents -> gradients, in JAX's convention for complex numbers (torch's is the conjugate)."""
+    """Inputs, residuals, cotangents -> gradients, in JAX's convention for complex numbers (the conjugate of torch's)."""
 
     def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
         self.function, self.need = function, need
@@ -204,7 +209,11 @@ class Backward:
 
     def _split(self, arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         inputs = len(self.function.metas)
-        return arrays[:inputs], arrays[inputs : inputs + len(self.graph.saved)], arrays[inputs + len(self.graph.saved) :]
+        return (
+            arrays[:inputs],
+            arrays[inputs : inputs + len(self.graph.saved)],
+            arrays[inputs + len(self.graph.saved) :],
+        )
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         graph = self.graph
@@ -258,7 +267,10 @@ class Linear:
         linear = sum(self.need)
         outs = torch_linear_p.bind(*primals, program=self, linear=linear)
         if all(t is None for t in self._inputs(tangents[1:])[:-linear]):
-            given = [jnp.zeros_like(p) if t is None else t for p, t in zip(primals[-linear:], tangents[-linear:], strict=True)]
+            given = [
+                jnp.zeros_like(p) if t is None else t
+                for p, t in zip(primals[-linear:], tangents[-linear:], strict=True)
+            ]
             return outs, torch_linear_p.bind(*primals[:-linear], *given, program=self, linear=linear)
         product = self.function.jvp(self.need).program(Forward)
         _, moved = product.jvp([primals[0], *self._inputs(primals[1:])], [None, *self._inputs(tangents[1:])])
@@ -378,10 +390,3 @@ for _primitive in (torch_call_p, torch_linear_p):
     batching.primitive_batchers[_primitive] = _batch
     mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_transposes[torch_linear_p] = _transpose
-
-
-def call(function: TorchFunction, key: Any, arrays: Arrays) -> list[jax.Array]:
-    """Evaluate a recorded function; outputs, then the final values of the captured tensors that it writes to."""
-    key = np.zeros(2, np.uint32) if key is None else key
-    return torch_call_p.bind(key, *arrays, program=function.program(Forward))
-

@@ -19,6 +19,8 @@ import torch
 from .lowerings import find_lowering
 from .values import jax_dtype
 
+_CPU = torch.device("cpu")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ref:
@@ -41,7 +43,7 @@ class Meta:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Meta:

@@ -7,12 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
 import torch
 
 from .calling import as_torch
 from .tracing import as_jax
-from .trees import to_jax_tree
+from .trees import flatten, to_jax_tree
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])
 _MARK = "__microtome_jax__"
@@ -39,8 +38,8 @@ def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
     """A JAX transform as a torch transform.
 
     Callables go in traced (:func:`as_jax`) and come out as torch callables; tensors go in as arrays and come out as
-    tensors. For transforms from function to function, ``lift(t)(fun, …) == as_torch(t(as_jax(fun), …))``; where a tensor
-    is among the arguments, the call itself is compiled: ``lift(t)(f, x) == as_torch(lambda x: t(as_jax(f), x))(x)``.
+    tensors. For transforms from function to function, ``lift(t)(fun, …) == as_torch(t(as_jax(fun), …))``; where a
+    tensor is among the arguments, the call itself is compiled: ``lift(t)(f, x) == as_torch(lambda x: t(as_jax(f), x))(x)``.
 
     Callables marked by :func:`jax_function`, and those that JAX, optax or ``microtome.jax_impl`` define, pass as they
     are. Works on transforms of other libraries: ``lift(optax.microbatching.micro_vmap)``.
@@ -53,7 +52,7 @@ def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(transform)
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(to_jax_tree((args, kwargs)))
+        leaves, treedef = flatten(to_jax_tree((args, kwargs)))
         traced = [to_jax_callable(leaf) for leaf in leaves]
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 

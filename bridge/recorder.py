@@ -17,6 +17,7 @@ import os
 import random
 import site
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,10 +37,18 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("bridge", "jax_impl", "torch_api"))
 _LIBRARIES = tuple(
     os.path.join(path, "")
-    for path in {*site.getsitepackages(), os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))}
+    for path in {
+        *site.getsitepackages(),
+        os.path.dirname(os.__file__),
+        os.path.dirname(os.path.dirname(torch.__file__)),
+    }
 )
 _VALUE_OPS = (aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.allclose)
-_VALUE_METHODS = {torch.Tensor.numpy: ".numpy()", torch.Tensor.__array__: "numpy.asarray", torch.Tensor.tolist: ".tolist()"}
+_VALUE_METHODS = {
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.__array__: "numpy.asarray",
+    torch.Tensor.tolist: ".tolist()",
+}
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 _INDEXING = (aten.index, aten.index_put, aten._unsafe_index, aten._unsafe_index_put)
 
@@ -48,18 +57,25 @@ class TraceError(TypeError):
     """A torch function does something that a compiled program cannot express."""
 
 
-def user_line() -> str:
+def user_line(error: BaseException | None = None) -> str:
     """``file.py:12`` of the innermost frame that belongs to no library (of a library's, where there is no other)."""
-    frame: types.FrameType | None = sys._getframe(1)
+    if error is None:
+        frames = _frames(sys._getframe(1))
+    else:
+        frames = reversed([(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)])
     library = "?"
-    while frame is not None:
-        name = frame.f_code.co_filename
+    for name, line in frames:
         if not name.startswith((*_OWN, "<frozen")):
             if not name.startswith(_LIBRARIES):
-                return f"{name}:{frame.f_lineno}"
-            library = f"{name}:{frame.f_lineno}" if library == "?" else library
-        frame = frame.f_back
+                return f"{name}:{line}"
+            library = f"{name}:{line}" if library == "?" else library
     return library
+
+
+def _frames(frame: types.FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
 
 
 class _Recorder(ti.TorchDispatchMode):
@@ -129,8 +145,8 @@ class _Recorder(ti.TorchDispatchMode):
         if func.overloadpacket in _VALUE_OPS:
             raise TraceError(
                 f"{user_line()}: a Python number or bool was asked of a tensor that depends on the arguments (.item(), "
-                "int(), bool(), if, while). A traced function runs once and must not depend on values: use torch.where, "
-                "or compute the number outside and pass it in."
+                "int(), bool(), if, while). A traced function runs once and must not depend on values: use "
+                "torch.where, or compute the number outside and pass it in."
             )
         if kwargs.get("generator") is not None:
             raise TraceError(
@@ -150,7 +166,7 @@ class _Recorder(ti.TorchDispatchMode):
         return result
 
     def _decompose(self, func: Any, args: Any, kwargs: Any, random: bool) -> Any:
-        """Smaller ops, for what has no lowering of ours: torch's core decompositions are exact, torchax's table less so."""
+        """Smaller ops, for what has no lowering of ours: torch's decompositions are exact, torchax's table less so."""
         known = has_lowering(func)
         if known == "own":
             return NotImplemented
@@ -177,11 +193,11 @@ class _Recorder(ti.TorchDispatchMode):
             ) from None
         outs = ti.torch_pytree.tree_leaves(out)
         leaves, spec = ti.torch_pytree.tree_flatten((args, kwargs))
-        leaves = tuple(self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        values = tuple(self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         index, single = len(self.nodes), isinstance(out, torch.Tensor)
         results = tuple(Meta.of(o) if isinstance(o, torch.Tensor) else None for o in outs)
         draw = self._draw_number() if random else None
-        self.nodes.append(Node(func, leaves, _Spec(spec), results, single, draw, user_line()))
+        self.nodes.append(Node(func, values, _Spec(spec), results, single, draw, user_line()))
         if single:
             return self._own(out, tensors, Ref(index))
         owned = [self._own(o, tensors, Ref(index, j)) if isinstance(o, torch.Tensor) else o for j, o in enumerate(outs)]
@@ -303,7 +319,11 @@ class _Interception(TorchFunctionMode):
     def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             inner = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
-            if isinstance(inner, torch.Tensor) and self.recorder.is_constant(inner) and not ti.is_functorch_wrapped_tensor(inner):
+            if (
+                isinstance(inner, torch.Tensor)
+                and self.recorder.is_constant(inner)
+                and not ti.is_functorch_wrapped_tensor(inner)
+            ):
                 with ti.no_dispatch():
                     return func(inner, *args, **kwargs)
         raise TraceError(
@@ -349,15 +369,19 @@ def record(
         raise error
 
 
+def _numpy_state() -> Any:
+    return np.random.get_state()  # noqa: NPY002
+
+
 @contextlib.contextmanager
 def _unchanged_generators() -> Iterator[None]:
-    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), _numpy_state()
     try:
         yield
-        if random.getstate() != python_state or np.random.get_state()[2] != numpy_state[2]:  # noqa: NPY002
+        if random.getstate() != python_state or str(_numpy_state()) != str(numpy_state):
             raise TraceError(
-                f"{user_line()}: the function draws from Python's or NumPy's generator. A traced function runs once, and "
-                "the number would be frozen: draw with torch, or pass the number in as an argument."
+                "the function draws from Python's or NumPy's generator. A traced function runs once, and the "
+                "number would be frozen: draw with torch, or pass the number in as an argument."
             )
     finally:
         torch.set_rng_state(torch_state)
@@ -421,7 +445,8 @@ def _graph(
     gradients: Any,
 ) -> Graph:
     def value(tensor: torch.Tensor) -> Value:
-        return recorder.value(ti.from_fun(tensor) if isinstance(tensor, ti.FunctionalTensor) else tensor)
+        inner: Any = ti.from_fun(tensor) if isinstance(tensor, ti.FunctionalTensor) else tensor
+        return recorder.value(inner)
 
     def position(tensor: torch.Tensor) -> int:
         return recorder.where[id(tensor)].node

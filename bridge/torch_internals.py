@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.overrides import TorchFunctionMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 try:
     from torch._C._functorch import is_functorch_wrapped_tensor
@@ -57,8 +57,8 @@ __all__ = [
     "from_fun",
     "is_functorch_wrapped_tensor",
     "no_dispatch",
-    "temporarily_clear_interpreter_stack",
     "plain_kernels",
+    "temporarily_clear_interpreter_stack",
     "to_fun",
     "torch_pytree",
 ]
@@ -97,7 +97,7 @@ def plain_kernels() -> Iterator[None]:
     """While recording: no fused CPU kernels, whose backward ops nothing can lower, and no checks that read values."""
     distribution = torch.distributions.Distribution
     checkpoint = torch.utils.checkpoint.CheckpointFunction
-    validate = distribution._validate_args  # type: ignore[has-type]
+    validate = distribution._validate_args
     has_effects = effects.has_effects
     mkldnn = torch._C._get_mkldnn_enabled()
     fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -107,7 +107,7 @@ def plain_kernels() -> Iterator[None]:
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
         # The reentrant checkpoint refuses torch.autograd.grad, with which the backward pass is recorded.
-        checkpoint.apply = staticmethod(_call_without_checkpoint)  # type: ignore[method-assign, assignment]
+        checkpoint.apply = staticmethod(_call_without_checkpoint)  # type: ignore[method-assign]
         torch.backends.mha.set_fastpath_enabled(False)
         torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)
         with sdpa_kernel(SDPBackend.MATH):

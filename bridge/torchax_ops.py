@@ -52,12 +52,13 @@ def _load() -> dict[Any, Any]:
         except AttributeError:
             return ("absent", self._qualified_op_name, key)  # a key of the table that no real op ever equals
 
-    OpOverloadPacket.__getattr__ = tolerant  # type: ignore[method-assign]
+    packet: Any = OpOverloadPacket
+    packet.__getattr__ = tolerant
     sys.modules[_NAME] = parent
     try:
         importlib.import_module(f"{_NAME}.ops.jaten")
-        return sys.modules[f"{_NAME}.ops.ops_registry"].all_aten_ops  # type: ignore[no-any-return]
+        return sys.modules[f"{_NAME}.ops.ops_registry"].all_aten_ops
     finally:
-        OpOverloadPacket.__getattr__ = original  # type: ignore[method-assign]
+        packet.__getattr__ = original
         for module in [name for name in sys.modules if _is_torchax(name)]:
             del sys.modules[module]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from .captures import SOURCE, Restored, Walk, hashable
 from .context import Call, current_call
-from .differentiation import TorchFunction, call
+from .differentiation import TorchFunction
 from .graph import Meta
 from .recorder import TraceError, is_update_of
-from .trees import to_jax_tree, to_torch_tree, without_rows
+from .torch2jax_engine import InterpretedFunction, is_interpreted
+from .trees import flatten, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, tensor_to_array, torch_dtype
 from .versions import enable_x64
 
@@ -57,13 +61,9 @@ def as_jax(torch_fun: Callable[..., Any], engine: Engine = "record") -> Callable
     >>> print(jax.grad(square)(jax.numpy.array([1.0, 2.0])))
     [2. 4.]
     """
-    if engine == "torch2jax":
-        from .torch2jax_engine import as_jax_by_torch2jax
-
-        return as_jax_by_torch2jax(torch_fun)
-    if engine != "record":
+    if engine not in ("record", "torch2jax"):
         raise ValueError(f'engine must be "record" or "torch2jax", not {engine!r}')
-    traced = _Traced(torch_fun)
+    traced = _Traced(torch_fun, engine)
     own_key = "key" in _parameters(torch_fun)
 
     def fun(*args: Any, **kwargs: Any) -> Any:
@@ -89,17 +89,32 @@ def _parameters(fun: Any) -> Any:
         return {}
 
 
-class _Traced:
-    """A torch function with its recordings, one for each signature."""
+class Tracing(Protocol):
+    """What an engine makes of a flat torch function: inputs are the arguments, then the captured tensors."""
 
-    def __init__(self, torch_fun: Callable[..., Any]) -> None:
-        self.torch_fun = torch_fun
-        self._recordings: dict[Any, tuple[TorchFunction, Callable[[Sequence[Any]], Any]]] = {}
+    @property
+    def captured(self) -> list[torch.Tensor]:
+        """The tensors that the function captures."""
+
+    @property
+    def mutated(self) -> Sequence[int]:
+        """Inputs whose final value ``call`` returns after the outputs."""
+
+    def call(self, make_key: Callable[[], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Evaluate on arrays or tracers; ``make_key`` is asked for a key if the function draws."""
+
+
+class _Traced:
+    """A torch function with what its engine made of it, for each signature."""
+
+    def __init__(self, torch_fun: Callable[..., Any], engine: Engine) -> None:
+        self.torch_fun, self.engine = torch_fun, engine
+        self._tracings: dict[Any, tuple[Tracing, Callable[[Sequence[Any]], Any]]] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         with enable_x64():
             tree, rows = without_rows(to_jax_tree((args, kwargs), _to_array))
-            leaves, treedef = jax.tree.flatten(tree)
+            leaves, treedef = flatten(tree)
             dynamic = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
             arrays = [jnp.asarray(leaf) for leaf, d in zip(leaves, dynamic, strict=True) if d]
             outer = current_call()
@@ -107,50 +122,53 @@ class _Traced:
             metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
             statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
             walk = Walk(self.torch_fun)
-            signature = (treedef, tuple(dynamic), tuple(metas), tuple(map(hashable, statics)), walk.key)
-            if signature not in self._recordings:
-                if len(self._recordings) >= _CACHE_SIZE:
-                    self._recordings.pop(next(iter(self._recordings)))
-                self._recordings[signature] = self._record(treedef, dynamic, statics, metas, walk)
-            function, unflatten = self._recordings[signature]
-            captured = self._captured(function, outer)
-            if function.draws:
-                key = _draw_key(key, rows, outer, signature[3:])
-            results = call(function, key, [*arrays, *captured])
-            count = len(function.outputs)
-            self._write_back(function, results[count:], walk, outer)
+            once = outer.in_body() if outer is not None else not any(isinstance(a, jax.core.Tracer) for a in arrays)
+            signature = (treedef, tuple(dynamic), tuple(metas), tuple(map(hashable, statics)), walk.key, once)
+            if signature not in self._tracings:
+                if len(self._tracings) >= _CACHE_SIZE:
+                    self._tracings.pop(next(iter(self._tracings)))
+                self._tracings[signature] = self._trace(treedef, dynamic, statics, metas, walk, once)
+            tracing, unflatten = self._tracings[signature]
+            captured = self._captured(tracing, outer)
+            results = tracing.call(lambda: _draw_key(key, rows, outer, signature[3:5]), [*arrays, *captured])
+            count = len(results) - len(tracing.mutated)
+            self._write_back(tracing, len(arrays), results[count:], walk, outer)
             return unflatten(results[:count])
 
-    def _record(
-        self, treedef: Any, dynamic: list[bool], statics: list[Any], metas: list[Meta], walk: Walk
-    ) -> tuple[TorchFunction, Callable[[Sequence[Any]], Any]]:
+    def _trace(
+        self, treedef: Any, dynamic: list[bool], statics: list[Any], metas: list[Meta], walk: Walk, once: bool
+    ) -> tuple[Tracing, Callable[[Sequence[Any]], Any]]:
         torch_fun = self.torch_fun
         shape: list[Any] = []
 
-        def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        def flat(*tensors: Any) -> list[Any]:
             rest, fixed = iter(tensors), iter(statics)
             args, kwargs = to_torch_tree(treedef.unflatten([next(rest) if d else next(fixed) for d in dynamic]))
             restored = Restored(walk.holders)
             try:
-                result = to_jax_tree(torch_fun(*args, **kwargs))
+                with contextlib.nullcontext() if once else _NoBatchStatistics(walk):
+                    result = to_jax_tree(torch_fun(*args, **kwargs))
             finally:
                 changed = list(restored.changes())
             _keep_updates(changed)
-            leaves, out_tree = jax.tree.flatten(result)
-            made = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+            leaves, out_tree = flatten(result)
+            made = [isinstance(leaf, torch.Tensor) or self._stands_for_tensor(leaf) for leaf in leaves]
             shape[:] = [out_tree, made, [None if m else leaf for leaf, m in zip(leaves, made, strict=True)]]
             return [leaf for leaf, m in zip(leaves, made, strict=True) if m]
 
-        function = TorchFunction(flat, metas)
-        out_tree, made, others = shape
-
         def unflatten(arrays: Sequence[Any]) -> Any:
             rest = iter(arrays)
+            out_tree, made, others = shape
             return out_tree.unflatten([next(rest) if m else other for m, other in zip(made, others, strict=True)])
 
-        return function, unflatten
+        if self.engine == "record":
+            return TorchFunction(flat, metas), unflatten
+        return InterpretedFunction(flat, metas, walk.tensors), unflatten
 
-    def _captured(self, function: TorchFunction, outer: Call | None) -> list[Any]:
+    def _stands_for_tensor(self, leaf: Any) -> bool:
+        return self.engine == "torch2jax" and is_interpreted(leaf)
+
+    def _captured(self, function: Tracing, outer: Call | None) -> list[Any]:
         if outer is None:
             return [tensor_to_array(t) for t in function.captured]
         arrays = []
@@ -161,9 +179,11 @@ class _Traced:
             arrays.append(outer.tensors[id(tensor)])
         return arrays
 
-    def _write_back(self, function: TorchFunction, values: Sequence[Any], walk: Walk, outer: Call | None) -> None:
+    def _write_back(
+        self, function: Tracing, arguments: int, values: Sequence[Any], walk: Walk, outer: Call | None
+    ) -> None:
         for i, value in zip(function.mutated, values, strict=True):
-            tensor = function.captured[i - len(function.arguments)]
+            tensor = function.captured[i - arguments]
             if outer is not None and outer.in_body():
                 outer.mutations.append((tensor, value))
                 outer.tensors[id(tensor)] = value
@@ -182,8 +202,8 @@ def _keep_updates(changed: list[tuple[Any, str, Any, Any]]) -> None:
         same = isinstance(before, torch.Tensor) and before.shape == after.shape and before.dtype == after.dtype
         if not same:
             raise TraceError(
-                f"the traced function assigns a new tensor to {type(holder).__name__}.{name}, which would keep a tensor "
-                "of the trace alive; return it instead, or register a buffer of the same shape and dtype."
+                f"the traced function assigns a new tensor to {type(holder).__name__}.{name}, which would keep a "
+                "tensor of the trace alive; return it instead, or register a buffer of the same shape and dtype."
             )
         with torch.no_grad():
             before.copy_(after.detach())
@@ -193,10 +213,27 @@ def _no_place_for_updates(tensor: torch.Tensor, walk: Walk) -> TypeError:
     path, owner = walk.describe(tensor)
     module = f"{type(owner).__name__} " if owner is not None else ""
     return TraceError(
-        f"{module}{path!r} is updated in place by the function, but the function runs per example, in microbatches or in "
-        "chunks, where one update per call has no meaning (in BatchNorm it would also mix the examples). Call .eval() on "
-        "the module, or use a layer without running statistics (GroupNorm, LayerNorm)."
+        f"{module}{path!r} is updated in place by the function, but the function runs per example, in microbatches "
+        "or in chunks, where one update per call has no meaning (in BatchNorm it would also mix the examples). Call "
+        ".eval() on the module, or use a layer without running statistics (GroupNorm, LayerNorm)."
     )
+
+
+class _NoBatchStatistics(TorchFunctionMode):
+    """Refuses to update running statistics where the function sees one example or one chunk at a time."""
+
+    def __init__(self, walk: Walk) -> None:
+        super().__init__()
+        self.walk = walk
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            given = dict(zip(("input", "mean", "var", "weight", "bias", "training"), args, strict=False)) | kwargs
+            mean = given.get("mean", given.get("running_mean"))
+            if given.get("training") and isinstance(mean, torch.Tensor):
+                raise _no_place_for_updates(mean, self.walk)
+        return func(*args, **kwargs)
 
 
 def _to_array(leaf: Any) -> Any:
@@ -207,13 +244,15 @@ def _draw_key(key: Any, rows: Any, outer: Call | None, identity: Any) -> Any:
     """The raw key of one call of a function: of its own, of its row, or refused."""
     if key is None:
         if outer is None:
-            raise ValueError("the torch function draws random numbers: pass key=jax.random.key(seed) to the traced function")
+            raise ValueError(
+                "the torch function draws random numbers: pass key=jax.random.key(seed) to the traced function"
+            )
         outer.draws = True
         if rows is None and not outer.in_body():
             raise TraceError(
-                "the torch function draws random numbers inside a transform that does not say which row it works on, so "
-                "that every row would draw the same. Use the transform of microtome.torch_api, or draw outside and pass "
-                "the numbers in as an argument."
+                "the torch function draws random numbers inside a transform that does not say which row it works on, "
+                "so that every row would draw the same. Use the transform of microtome.torch_api, or draw outside and "
+                "pass the numbers in as an argument."
             )
         key = jax.random.fold_in(outer.key, outer.number(identity))
     elif jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != (2,):
@@ -221,5 +260,3 @@ def _draw_key(key: Any, rows: Any, outer: Call | None, identity: Any) -> Any:
     if rows is not None:
         key = jax.random.fold_in(key, jnp.ravel(rows)[0])
     return key
-
-

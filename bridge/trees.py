@@ -1,7 +1,7 @@
 """Pytrees across the two frameworks: what goes in as a dict, named tuple or dataclass comes back as one.
 
 JAX sorts the keys of a dict, torch keeps their order; torch registers containers that JAX does not know. On the JAX
-side a dict is therefore a :class:`Dict`, which keeps its order, and a container known to torch alone is a ``_Container``.
+side a dict is therefore a :class:`Dict`, which keeps its order, and what only torch knows is a ``_Container``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Build:
     def __call__(self, children: list[Any]) -> Any:
         if self.fields is None:
             return torch_pytree.SUPPORTED_NODES[self.type].unflatten_fn(children, self.context)
-        made = object.__new__(self.type)
+        made: Any = object.__new__(self.type)
         for name, child in zip(self.fields, children, strict=True):
             object.__setattr__(made, name, child)
         return made
@@ -130,9 +130,14 @@ def without_rows(tree: Any) -> tuple[Any, Any]:
     return stripped, (found[0] if found else None)
 
 
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """``jax.tree.flatten``, whose result type checkers do not know."""
+    return jax.tree.flatten(tree, is_leaf=is_leaf)
+
+
 def _one_level(x: Any) -> tuple[list[Any], Callable[[Any], Any]] | None:
     """Children and builder of a node known to JAX; None for a leaf."""
-    children, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
+    children, treedef = flatten(x, is_leaf=lambda y: y is not x)
     if jax.tree_util.treedef_is_leaf(treedef) and treedef.num_leaves == 1:
         return None
     return children, treedef.unflatten

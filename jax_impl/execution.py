@@ -66,7 +66,7 @@ def accumulate(
     def step(carry: PyTree, index: int | jax.Array) -> PyTree:
         if plan.real is None or isinstance(plan.real, int):
             return run(carry, index)
-        return jax.lax.cond(index < plan.real, run, lambda carry, index: carry, carry, index)
+        return jax.lax.cond(index < plan.real, lambda carry: run(carry, index), lambda carry: carry, carry)
 
     def run(carry: PyTree, index: int | jax.Array) -> PyTree:
         leaves = [plan.take(leaf, index, axis) for leaf, axis in zip(batch.leaves, batch.axes, strict=True)]

@@ -46,7 +46,7 @@ def match(accumulators: AccumulatorTree, outputs: PyTree) -> list[tuple[Any, PyT
     except ValueError:
         raise ValueError(
             "the accumulator tree must be a prefix of the output's tree. "
-            f"Accumulators: {treedef}; output: {structure(outputs)}."
+            f"Accumulators: {treedef}; output: {structure(outputs)}. One accumulator alone fits every output."
         ) from None
 
 

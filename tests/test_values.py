@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -490,6 +493,37 @@ def test_arrays_that_torch_cannot_have() -> None:
         array_to_tensor(jnp.zeros(3, jnp.int4))
     with pytest.raises(TypeError, match=r"traced value .* as_jax"):
         jax.jit(array_to_tensor)(jnp.zeros(3))
+
+
+# --- names outside JAX's public interface
+
+
+def test_native_names_are_found_under_torch_modes_and_jax_tracing() -> None:
+    found = []
+    for context in (FakeTensorMode(), contextlib.nullcontext()):
+        for cached in (versions.native_import, versions.native_export):
+            cached.cache_clear()
+        with context:
+            jax.eval_shape(lambda: found.extend((versions.native_import(), versions.native_export())))
+    assert all(found)
+
+
+@pytest.mark.parametrize(
+    "replacement", [None, lambda: None, lambda *_: 1 / 0], ids=["gone", "other arguments", "broken"]
+)
+def test_native_names_that_changed_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, replacement: Callable[..., object] | None
+) -> None:
+    monkeypatch.setattr(versions, "_native", lambda _: replacement)
+    for cached in (versions.native_import, versions.native_export):
+        cached.cache_clear()
+    try:
+        assert versions.native_import() is None
+        assert versions.native_export() is None
+        assert torch.equal(array_to_tensor(tensor_to_array(torch.arange(3))), torch.arange(3))
+    finally:
+        versions.native_import.cache_clear()
+        versions.native_export.cache_clear()
 
 
 # --- devices

@@ -14,7 +14,7 @@ import torch
 from .. import jax_impl
 from ..bridge import as_torch, lift
 from ..bridge.lifting import to_jax_callable
-from ..bridge.trees import Rows, to_jax_tree
+from ..bridge.trees import Rows, flatten, to_jax_tree
 from ..jax_impl import AccumulationType, weighted_mean
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 Fun = Callable[..., Any]
 
 
-def Accumulator(init: Fun, update: Fun, finalize: Fun, aggregate: Fun) -> jax_impl.Accumulator:  # noqa: N802
+def Accumulator(init: Fun, update: Fun, finalize: Fun, aggregate: Fun) -> jax_impl.Accumulator:
     """An accumulator of your own, from torch callables.
 
     For outputs ``x_0, ..., x_{n-1}`` of the microbatches it stands for ``carry = init(zeros_like(x_0))``, then
@@ -143,7 +143,13 @@ def microbatch(
     options: dict[str, Any] = {"argnames": argnames, "remainder": remainder, "partition": partition}
     joined = to_jax_tree(accumulator)
     jax_impl.microbatch(
-        traced, argnums, microbatch_size, joined, in_axes=in_axes, num_real_microbatches=_host(num_real_microbatches), **options
+        traced,
+        argnums,
+        microbatch_size,
+        joined,
+        in_axes=in_axes,
+        num_real_microbatches=_host(num_real_microbatches),
+        **options,
     )
 
     def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,8 +178,8 @@ def micro_vmap(
 
     Equivalent to ``torch.func.vmap(fun, in_axes)``, and with another accumulator to its results joined over the batch.
     What differs: peak memory is that of ``microbatch_size`` examples plus the result; with ``SUM`` or ``MEAN`` the
-    outputs of all examples never exist together. Random functions draw differently for each example, and what an example
-    draws does not depend on the microbatch size.
+    outputs of all examples never exist together. Random functions draw differently for each example, and what an
+    example draws does not depend on the microbatch size.
 
     Source: ``optax.microbatching.micro_vmap``. Arguments, results and errors as in :func:`microbatch`.
 
@@ -251,8 +257,8 @@ def micro_grad(
         partition: ``"strided"`` or ``"contiguous"``.
 
     Returns:
-        ``(*args) -> (grads, aux)``, where ``aux.values`` are the losses ``[batch]``, ``aux.metrics`` what ``metrics_fn``
-        returned and ``aux.aux`` the loss's own auxiliary output, each with the batch on axis 0.
+        ``(*args) -> (grads, aux)``, where ``aux.values`` are the losses ``[batch]``, ``aux.metrics`` what
+        ``metrics_fn`` returned and ``aux.aux`` the loss's own auxiliary output, each with the batch on axis 0.
 
     Raises:
         TypeError, ValueError: at the call, before anything runs: a loss that is not a scalar, ``argnums`` out of range,
@@ -298,7 +304,7 @@ def micro_grad(
         args, kwargs = _number_rows(traced, batched, [0] * len(batched), args, kwargs)
         return jax_impl.micro_grad(loss, num_real_microbatches=num_real, **options)(*args, **kwargs)
 
-    compiled = as_torch(run, recompute=True)
+    compiled: Any = as_torch(run, recompute=True)
 
     @functools.wraps(fun.forward if isinstance(fun, torch.nn.Module) else fun)
     def grads_of(*args: Any, **kwargs: Any) -> tuple[Any, jax_impl.Aux]:
@@ -314,8 +320,8 @@ def micro_grad(
 def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> None:
     """Write gradients into ``.grad`` by parameter name, replacing what is there; then ``optimizer.step()`` as usual.
 
-    Equivalent to ``for k, p in model.named_parameters(): p.grad = grads[k]`` with checks. Parameters that ``grads`` does
-    not name keep their ``.grad``; frozen ones (``requires_grad=False``) are skipped. The tensors are not copied.
+    Equivalent to ``for k, p in model.named_parameters(): p.grad = grads[k]`` with checks. Parameters that ``grads``
+    does not name keep their ``.grad``; frozen ones (``requires_grad=False``) are skipped. The tensors are not copied.
 
     Raises:
         ValueError: a name that the model does not have, or a tensor of another shape, dtype or device.
@@ -330,21 +336,22 @@ def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> N
     parameters = dict(model.named_parameters(remove_duplicate=False))
     unknown = [name for name in grads if name not in parameters]
     if unknown:
-        raise ValueError(f"grads names parameters that the model does not have: {unknown}; it has {sorted(parameters)}.")
+        raise ValueError(
+            f"grads names parameters that the model does not have: {unknown}; it has {sorted(parameters)}."
+        )
     for name, grad in grads.items():
         parameter = parameters[name]
         for what in ("shape", "dtype", "device"):
             if getattr(grad, what) != getattr(parameter, what):
-                raise ValueError(
-                    f"grads[{name!r}] has {what} {getattr(grad, what)}, but the parameter has {getattr(parameter, what)}."
-                )
+                found, expected = getattr(grad, what), getattr(parameter, what)
+                raise ValueError(f"grads[{name!r}] has {what} {found}, but the parameter has {expected}.")
     for name, grad in grads.items():
         if parameters[name].requires_grad:
             parameters[name].grad = grad.detach()
 
 
 def _finish(run: Fun, fun: Fun, num_real: Any) -> Fun:
-    compiled = as_torch(run)
+    compiled: Any = as_torch(run)
 
     @functools.wraps(fun.forward if isinstance(fun, torch.nn.Module) else fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -407,7 +414,9 @@ def _number_rows(fun: Fun, targets: Sequence[int | str], axes: list[Any], args: 
 def _length(value: Any, axis: Any) -> int | None:
     """The length of the batch axis of the first leaf that has one; None where the transform itself will complain."""
     try:
-        spread = jax.tree.map(lambda a, part: [a] * len(jax.tree.leaves(part)), axis, value, is_leaf=lambda a: a is None)
+        spread = jax.tree.map(
+            lambda a, part: [a] * len(jax.tree.leaves(part)), axis, value, is_leaf=lambda a: a is None
+        )
     except ValueError:
         return None
     flat = jax.tree.leaves(spread, is_leaf=lambda a: a is None)
@@ -435,5 +444,5 @@ def _conjugate(tree: Any) -> Any:
 
 
 def _restore(frozen: Sequence[bool], tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(_conjugate(tree))
+    leaves, treedef = flatten(_conjugate(tree))
     return treedef.unflatten([jax.lax.stop_gradient(x) if f else x for x, f in zip(leaves, frozen, strict=True)])

@@ -58,7 +58,7 @@ def _recorded(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
 
 
 def pull_back(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """``f_backward(cotangent, x, *rest)`` from the lowering of ``f``, for an op that takes its arguments in this order."""
+    """``f_backward(cotangent, x, *rest)`` from the lowering of ``f``, for an op with its arguments in this order."""
     name = op.overloadpacket.__name__
     base = name.removesuffix("_backward")
     if base == name or not hasattr(aten, base):

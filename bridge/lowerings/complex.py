@@ -33,4 +33,3 @@ def view_as_complex(x: Array) -> Array:
 def complex_(real: Array, imag: Array) -> Array:
     real, imag = jnp.broadcast_arrays(real, imag)
     return jax.lax.complex(real, imag)
-

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def embedding_bag(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor,
     offsets: Tensor | None = None,
     max_norm: float | None = None,
@@ -28,7 +28,7 @@ def embedding_bag(
         raise TypeError('EmbeddingBag with max_norm, scale_grad_by_freq or mode="max" cannot be traced')
     if input.dim() == 2:
         offsets = torch.arange(0, input.numel(), input.shape[1], device=input.device)
-        input = input.reshape(-1)  # noqa: A001
+        input = input.reshape(-1)
     elif include_last_offset and offsets is not None:
         offsets = offsets[:-1]
     assert offsets is not None
@@ -50,7 +50,7 @@ def embedding_bag(
 
 
 def gaussian_nll_loss(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     target: Tensor,
     var: Tensor | float,
     full: bool = False,
@@ -78,7 +78,7 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As ``F.ctc_loss``, by the forward recursion of Graves et al. (2006): the fused op's shapes depend on the lengths."""
+    """As ``F.ctc_loss``, by the recursion of Graves et al. (2006): the fused op's shapes depend on the lengths."""
     batched = log_probs.dim() == 3
     if not batched:
         log_probs = log_probs.unsqueeze(1)
@@ -110,4 +110,8 @@ def ctc_loss(
     return loss.sum() if reduction == "sum" else loss if batched else loss[0]
 
 
-REPLACEMENTS: dict[Any, Any] = {F.ctc_loss: ctc_loss, F.embedding_bag: embedding_bag, F.gaussian_nll_loss: gaussian_nll_loss}
+REPLACEMENTS: dict[Any, Any] = {
+    F.ctc_loss: ctc_loss,
+    F.embedding_bag: embedding_bag,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+}

@@ -15,8 +15,8 @@ from ._registry import lowering
 def index(x: Array, indices: Any) -> Array:
     if any(i is not None and i.dtype == jnp.bool_ for i in indices):
         raise TypeError(
-            "x[mask] with a mask that depends on the arguments has a shape that depends on values; keep the shape fixed "
-            "with torch.where"
+            "x[mask] with a mask that depends on the arguments has a shape that depends on values; keep the shape "
+            "fixed with torch.where"
         )
     return x[tuple(slice(None) if i is None else i for i in indices)]
 

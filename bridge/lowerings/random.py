@@ -38,8 +38,12 @@ def normal_functional(
 
 
 @lowering(
-    "aten.normal.Tensor_Tensor", "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.float_float",
-    results=True, key=True,
+    "aten.normal.Tensor_Tensor",
+    "aten.normal.Tensor_float",
+    "aten.normal.float_Tensor",
+    "aten.normal.float_float",
+    results=True,
+    key=True,
 )
 def normal(mean: Any, std: Any = 1.0, *args: Any, key: Array, results: Any, **kwargs: Any) -> Array:
     return mean + std * _normal(key, results)
@@ -70,7 +74,6 @@ def native_dropout(x: Array, p: float, train: bool | None = True, *, key: Array)
         return jnp.zeros_like(x), jnp.zeros(x.shape, bool)
     keep = jax.random.bernoulli(key, 1 - p, x.shape)
     return jnp.where(keep, x / (1 - p), 0), keep
-
 
 
 @lowering("aten.exponential", key=True)

@@ -1,0 +1,598 @@
+"""Microbatching in JAX against the plain computation, and against optax where the two agree."""
+
+import functools
+import inspect
+import subprocess
+import sys
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax.microbatching as optax
+import pytest
+from hypothesis import given, settings
+
+from microtome.jax_impl import (
+    AccumulationType,
+    Accumulator,
+    Aux,
+    micro_grad,
+    micro_vmap,
+    microbatch,
+    reshape_batch_axis,
+    weighted_mean,
+)
+
+SUM, MEAN = AccumulationType.SUM, AccumulationType.MEAN
+RUNNING_MEAN, CONCAT = AccumulationType.RUNNING_MEAN, AccumulationType.CONCAT
+PARTITIONS = ("strided", "contiguous")
+FEW = settings(derandomize=True, deadline=None, max_examples=20, database=None)
+
+
+def assert_same(actual, expected, exact=False):
+    """Equal in structure, shape, dtype and value; sums to a few roundings of the largest entry."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, e = jnp.asarray(a), jnp.asarray(e)
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        if exact or not jnp.issubdtype(a.dtype, jnp.inexact):
+            np.testing.assert_array_equal(a, e)
+            continue
+        eps = float(jnp.finfo(a.dtype).eps)
+        a, e = (np.asarray(x.astype(jnp.promote_types(x.dtype, jnp.float32))) for x in (a, e))
+        scale = np.abs(np.where(np.isfinite(e), e, 0)).max(initial=1.0)
+        np.testing.assert_allclose(a, e, rtol=0, atol=32 * eps * scale)
+
+
+def data(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [(jnp.ones(2),), [jnp.ones(2), jnp.ones(1)], (jnp.ones(3), jnp.ones(1)), (jnp.ones(2, int), jnp.ones(1)),
+     (jnp.array([1.0, 1.0001]), jnp.ones(1))],
+)  # fmt: skip
+def test_the_comparison_can_fail(wrong):
+    right = (jnp.ones(2), jnp.ones(1))
+    assert_same(right, right)
+    with pytest.raises(AssertionError):
+        assert_same(wrong, right)
+
+
+# --- microbatch: values ---------------------------------------------------------------------------------------------
+
+
+def summary(scale, batch):
+    x = batch["x"] * scale
+    return {
+        "rows": (x, batch["n"]),
+        "sum": x.sum(0),
+        "mean": x.mean(0),
+        "count": batch["n"].sum(),
+        "double": x.repeat(2, 0),
+    }
+
+
+JOINED = {"rows": CONCAT, "sum": SUM, "mean": MEAN, "count": SUM, "double": CONCAT}
+
+
+@FEW
+@given(
+    rows=st.integers(1, 9),
+    size=st.none() | st.integers(1, 10),
+    partition=st.sampled_from(PARTITIONS),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64]),
+    mean=st.sampled_from([MEAN, RUNNING_MEAN]),
+)
+def test_equals_the_plain_function(rows, size, partition, dtype, mean):
+    batch = {"x": data(rows, 3, dtype=dtype), "n": jnp.arange(rows, dtype=jnp.int8)}
+    scale = jnp.asarray(2, dtype)
+    fun = microbatch(summary, 1, size, JOINED | {"mean": mean}, remainder="run", partition=partition)
+    actual, expected = fun(scale, batch), summary(scale, batch)
+    expected["count"] = expected["count"].astype(actual["count"].dtype)
+    assert_same(actual, expected)
+    assert_same(actual["rows"], expected["rows"], exact=True)
+    assert_same(actual["double"], expected["double"], exact=True)
+
+
+@pytest.mark.parametrize("size", [None, 1, 3])
+def test_an_empty_batch_runs_nothing(size):
+    ran = []
+
+    def fun(x):
+        jax.debug.callback(lambda: ran.append(1))
+        return summary(jnp.bfloat16(2), {"x": x, "n": jnp.ones(len(x), jnp.int32)}), (x.sum(), len(x) * 1.0)
+
+    out, (value, weight) = microbatch(fun, 0, size, (JOINED, weighted_mean()))(jnp.zeros((0, 3), jnp.bfloat16))
+    jax.effects_barrier()
+    assert not ran
+    none = jnp.zeros((0, 3), jnp.bfloat16)
+    assert_same(out["rows"], (none, jnp.zeros(0, jnp.int32)))
+    assert_same(out["sum"], jnp.zeros(3, jnp.bfloat16))
+    assert out["mean"].dtype == jnp.bfloat16
+    assert jnp.isnan(out["mean"]).all()
+    assert (value, weight) == (0, 0)
+    assert_same(micro_vmap(lambda x: x.sum(), microbatch_size=size)(none), jnp.zeros(0, jnp.bfloat16))
+    grads, aux = micro_grad(lambda w, x: (w * x).sum(), microbatch_size=size)(jnp.ones(3, jnp.bfloat16), none)
+    assert_same((grads, aux.values), (jnp.zeros(3, jnp.bfloat16), jnp.zeros(0, jnp.bfloat16)))
+
+
+def test_rows_of_each_microbatch():
+    seen = microbatch(lambda x: x[None], 0, 2, CONCAT, remainder="run")
+    with pytest.raises(TypeError):  # a last microbatch of another width cannot be stacked
+        seen(jnp.arange(7))
+    ends = lambda x: jnp.stack([x[0], x[-1], x[0]])  # 3 entries: no multiple of 2 rows, so in the microbatches' order
+    for partition, expected in [("strided", [0, 3, 0, 1, 4, 1, 2, 5, 2]), ("contiguous", [0, 1, 0, 2, 3, 2, 4, 5, 4])]:
+        out = microbatch(ends, 0, 2, CONCAT, partition=partition)(jnp.arange(6))
+        assert out.tolist() == expected
+        total = microbatch(jnp.sum, 0, 2, CONCAT, partition=partition, remainder="run")(jnp.arange(7))
+        assert total.tolist() == [expected[3 * k] + expected[3 * k + 1] for k in range(3)] + [6]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_sums_do_not_stall(dtype):
+    ones = jnp.ones(1000, dtype)
+    assert_same(microbatch(jnp.sum, 0, 1)(ones), dtype(1000), exact=True)
+    assert_same(micro_vmap(lambda x: x, microbatch_size=500, accumulator=SUM)(ones), dtype(1000), exact=True)
+    assert_same(microbatch(jnp.mean, 0, 1, MEAN)(ones), dtype(1), exact=True)
+    pair = lambda x: (x[0], x[0])
+    assert_same(microbatch(pair, 0, 1, weighted_mean())(ones), (dtype(1), dtype(1000)), exact=True)
+    w = jnp.ones((2, 2), dtype)
+    grads, _ = micro_grad(lambda w, x: (w * x).sum(), microbatch_size=250)(w, ones)
+    assert_same(grads, 1000 * w, exact=True)
+
+
+def test_integers_and_booleans_keep_their_dtype():
+    x = jnp.array([3, -1, 4, -1], jnp.int8)
+    fun = lambda b: ((b > 0).any(), b.sum(dtype=jnp.int8), b)
+    assert_same(microbatch(fun, 0, 2, (SUM, SUM, CONCAT))(x), fun(x), exact=True)
+    each = micro_vmap(lambda b: (b > 0, b), microbatch_size=2, accumulator=SUM)(x)
+    assert_same(each, ((x > 0).sum(), jnp.int8(5)), exact=True)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_num_real_microbatches(partition):
+    x = data(7, 2)
+    order = {"strided": [[0, 3], [1, 4], [2, 5], [6]], "contiguous": [[0, 1], [2, 3], [4, 5], [6]]}[partition]
+    fun = lambda b: (b.sum(0), b.mean(0), b.mean(0), b, (b.mean(), len(b)))
+    how = (SUM, MEAN, RUNNING_MEAN, CONCAT, weighted_mean())
+    make = functools.partial(microbatch, fun, 0, 2, how, remainder="run", partition=partition)
+    traced = jax.jit(lambda x, n: make(num_real_microbatches=n)(x))
+    for count in range(5):
+        rows = np.array([row for rows in order[:count] for row in rows], int)
+        kept = jnp.zeros_like(x).at[rows].set(x[rows])
+        mean = x[rows].mean(0) if count else jnp.full(2, jnp.nan)
+        pair = (x[rows].mean() if count else jnp.float32(0), jnp.int32(len(rows)))
+        expected = (x[rows].sum(0), mean, mean, kept, pair)
+        assert_same(traced(x, count), expected)
+        if count in (2, 4):
+            assert_same(make(num_real_microbatches=count)(x), expected)
+            assert_same(make(num_real_microbatches=jnp.int32(count))(x), expected)
+    assert traced._cache_size() == 1
+    assert_same(traced(x, 99), traced(x, 4), exact=True)
+
+
+def test_contiguous_padding_at_the_end_is_left_out():
+    x = jnp.concatenate([data(6, 2), jnp.full((6, 2), jnp.nan)])
+    how = functools.partial(microbatch, microbatch_size=3, argnums=0, partition="contiguous", num_real_microbatches=2)
+    assert_same(how(lambda b: b.mean(0), accumulator=MEAN)(x), x[:6].mean(0))
+    grads, aux = micro_grad(
+        lambda w, b: (w * b).sum(), microbatch_size=3, partition="contiguous", num_real_microbatches=2, accumulator=MEAN
+    )(jnp.ones(2), x)
+    assert_same(grads, x[:6].mean(0))
+    assert_same(aux.values, jnp.concatenate([x[:6].sum(1), jnp.zeros(6)]))
+
+
+# --- accumulators ---------------------------------------------------------------------------------------------------
+
+LARGEST = Accumulator(
+    init=lambda tree: jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), tree),
+    update=lambda carry, value, index: jax.tree.map(jnp.maximum, carry, value),
+    finalize=lambda carry: carry,
+    aggregate=lambda tree: jax.tree.map(lambda x: x.max(0), tree),
+)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_accumulators_of_ones_own(partition):
+    x = data(7, 3)
+    how = {"microbatch_size": 2, "remainder": "run", "partition": partition}
+    fun = lambda b: {"top": {"a": b.max(0), "b": b.max()}, "all": b}
+    actual = microbatch(fun, 0, accumulator={"top": LARGEST, "all": CONCAT}, **how)(x)
+    assert_same(actual, fun(x), exact=True)
+    each = lambda row: (row, {"s": row.sum()})
+    actual = micro_vmap(each, accumulator=(LARGEST, LARGEST), **how)(x)
+    assert_same(actual, (x.max(0), {"s": x.sum(1).max()}))
+    slope = jax.grad(lambda x: microbatch(lambda b: b.max(0), 0, accumulator=LARGEST, **how)(x).sum())(x)
+    assert_same(slope, jax.grad(lambda x: x.max(0).sum())(x), exact=True)
+
+
+def token_loss(w, x, labels):
+    used = labels >= 0
+    losses = jnp.where(used, jnp.tanh(x @ w).sum(-1), 0)
+    return losses.sum() / used.sum(), used.sum()  # 0/0 without labels
+
+
+LABELS = jnp.array([1, -1, -1, 2, -1, -1, 0])  # strided by 2: rows 1 and 4 hold none, contiguous: rows 4 and 5
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_weighted_mean(partition, size):
+    w, x = data(3, 2), data(7, 3, seed=1)
+    fun = microbatch(token_loss, (1, 2), size, weighted_mean(), remainder="run", partition=partition)
+    assert_same(fun(w, x, LABELS), token_loss(w, x, LABELS))
+    first, plain = (lambda w, x, f=f: f(w, x, LABELS)[0] for f in (fun, token_loss))
+    assert_same(jax.jit(jax.grad(first, (0, 1)))(w, x), jax.grad(plain, (0, 1))(w, x))
+    if size == 2:  # higher orders and forward mode
+        assert_same(jax.jit(jax.hessian(first))(w, x), jax.hessian(plain)(w, x))
+        assert_same(jax.jvp(first, (w, x), (w, x)), jax.jvp(plain, (w, x), (w, x)))
+
+
+@pytest.mark.parametrize("vmap_fn", [jax.vmap, lambda *args: jax.vmap(*args)])
+def test_weighted_mean_of_examples(vmap_fn):
+    w, x = data(3, 2), data(7, 3, seed=1)
+    fun = micro_vmap(
+        token_loss, (None, 0, 0), microbatch_size=2, accumulator=weighted_mean(), remainder="run", vmap_fn=vmap_fn
+    )
+    assert_same(fun(w, x, LABELS), token_loss(w, x, LABELS))
+    actual = jax.grad(lambda w: fun(w, x, LABELS)[0])(w)
+    assert_same(actual, jax.grad(lambda w: token_loss(w, x, LABELS)[0])(w))
+
+
+def test_weighted_mean_of_nothing_is_zero():
+    x = data(4, 3)
+    fun = lambda w: microbatch(token_loss, (1, 2), 2, weighted_mean())(w, x, jnp.full(4, -1))
+    (value, weight), slope = fun(jnp.ones((3, 2))), jax.grad(lambda w: fun(w)[0])(jnp.ones((3, 2)))
+    assert (value, weight, abs(slope).max()) == (0, 0, 0)
+
+
+def test_weighted_mean_beside_other_accumulators():
+    w, x = data(3, 2), data(6, 3, seed=1)
+
+    def fun(w, x, labels):
+        return {
+            "loss": token_loss(w, x, labels),
+            "rows": jnp.tanh(x @ w),
+            "grads": (({"w": w * x.mean()},), x[0, 0] > 9),
+        }
+
+    how = {"loss": weighted_mean(), "rows": CONCAT, "grads": weighted_mean()}
+    run = microbatch(fun, (1, 2), 2, how)
+    out = run(w, x, LABELS[:6])
+    assert_same((out["loss"], out["rows"]), (token_loss(w, x, LABELS[:6]), jnp.tanh(x @ w)))
+    assert_same(out["grads"], (({"w": 0 * w},), jnp.int32(0)))
+    both = lambda f: lambda w: (lambda out: out["loss"][0] + out["rows"].sum())(f(w, x, LABELS[:6]))
+    assert_same(jax.grad(both(run))(w), jax.grad(both(fun))(w))
+
+
+# --- calling conventions --------------------------------------------------------------------------------------------
+
+
+def test_batch_arguments_by_position_or_name():
+    def fun(a, b, *, c=None, flag="sum"):
+        assert flag in ("sum", "other")
+        return (a * b).sum() + (0 if c is None else c.sum())
+
+    a, b, c = data(4, seed=1), data(4, seed=2), data(4, seed=3)
+    make = functools.partial(microbatch, fun, microbatch_size=2)
+    for run in (
+        make(argnums=(0, 1)),
+        make(argnums=0, argnames="b"),
+        make(argnums=(), argnames=("b", "a")),
+        make((-2, -1)),
+    ):
+        for result in (run(a, b), run(a, b=b), run(b=b, a=a, flag="other")):
+            assert_same(result, fun(a, b))
+    both = make(argnums=(0, 1), argnames="c")
+    assert_same((both(a, b, c=c), both(a, b), both(a, b, c=None)), (fun(a, b, c=c), fun(a, b), fun(a, b)))
+    assert inspect.signature(both) == inspect.signature(fun)
+    assert both.__name__ == "fun"
+    assert_same(microbatch(lambda *args: (args[0] * args[2]).sum(), (0, 2), 2)(a, 3, b), fun(a, b))
+    assert_same(microbatch(functools.partial(fun, flag="other"), (0, 1), 2)(a, b), fun(a, b))
+
+
+def test_axes():
+    x, y = data(3, 6), data(6, 2, seed=1)
+    fun = lambda x, y: (x["x"] @ y, x["scale"].sum() * y.sum())
+    plain = fun({"x": x, "scale": jnp.ones(2)}, y)
+    for x_axis in (1, -1):
+        run = microbatch(fun, (0, 1), 2, in_axes=({"x": x_axis, "scale": None}, 0))
+        assert_same(run({"x": x, "scale": jnp.ones(2)}, y), plain)
+    run = microbatch(lambda x, y: x @ y, (0, 1), 4, in_axes=[1, 0], remainder="run")
+    assert_same(run(x, np.asarray(y)), x @ y)
+
+
+def test_vmap_equals_vmap():
+    x, w = data(3, 7), data(3, seed=1)
+    fun = lambda c, w, *, k=1.0: (c * w * k, {"s": c @ w})
+    for size in (None, 1, 2, 3, 7, 8):
+        how = {"microbatch_size": size, "remainder": "run"}
+        plain = jax.vmap(fun, (1, None))(x, w)
+        assert_same(micro_vmap(fun, (1, None), **how)(x, w), plain)
+        assert_same(micro_vmap(fun, (1, None), **how)(x, w=w), plain)
+    assert_same(micro_vmap(fun, (1, None))(x, w, k=2.0), jax.vmap(lambda c: fun(c, w, k=2.0), 1)(x))
+    k = data(7, seed=2)
+    assert_same(micro_vmap(fun, [1, None], microbatch_size=7)(x, w, k=k), jax.vmap(fun, (1, None))(x, w, k=k))
+    assert_same(micro_vmap(jnp.add, 1, microbatch_size=7)(x, 2 * x), jax.vmap(jnp.add, 1)(x, 2 * x))
+    mean = micro_vmap(fun, (1, None), microbatch_size=3, remainder="run", accumulator=(MEAN, {"s": SUM}))(x, w)
+    assert_same(mean, (plain[0].mean(0), {"s": plain[1]["s"].sum()}))
+    named = functools.partial(jax.vmap, axis_name="i")
+    centred = micro_vmap(lambda v: v - jax.lax.pmean(v, "i"), microbatch_size=2, vmap_fn=named, partition="contiguous")
+    assert_same(centred(jnp.arange(4.0)), jnp.array([-0.5, 0.5, -0.5, 0.5]))
+
+
+# --- per-example gradients ------------------------------------------------------------------------------------------
+
+
+def loss(params, x, y):
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
+    return jnp.mean((hidden.sum(-1) - y) ** 2) + 0 * params["step"]
+
+
+PARAMS = {"w": data(3, 2), "b": data(2, seed=1), "step": jnp.int32(7), "unused": data(2, seed=2)}
+
+
+def plain_micro_grad(x, y, transform, metrics):
+    """The docstring's loop."""
+    floats = {k: v for k, v in PARAMS.items() if k != "step"}
+    one = jax.value_and_grad(lambda p, x, y: loss(p | {"step": PARAMS["step"]}, x, y))
+    pairs = [one(floats, x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
+    grads = [g | {"step": jnp.zeros((), jnp.int32)} for _, g in pairs]
+    stack = lambda *trees: jax.tree.map(lambda *a: jnp.stack(a), *trees)
+    return stack(*map(transform, grads)), stack(*[v for v, _ in pairs]), stack(*map(metrics, grads))
+
+
+def clip(grads):
+    scale = 1 / jnp.maximum(norm(grads), 0.5)
+    return jax.tree.map(lambda g: g * scale if jnp.issubdtype(g.dtype, jnp.inexact) else g, grads)
+
+
+def norm(grads):
+    return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+
+
+@FEW
+@given(
+    rows=st.integers(1, 7),
+    size=st.none() | st.integers(1, 8),
+    accumulator=st.sampled_from([SUM, MEAN, RUNNING_MEAN, CONCAT]),
+    partition=st.sampled_from(PARTITIONS),
+    transform=st.sampled_from([lambda g: g, clip]),
+)
+def test_per_example_gradients(rows, size, accumulator, partition, transform):
+    x, y = data(rows, 3, seed=3), data(rows, seed=4)
+    run = micro_grad(
+        loss, batch_argnums=(1, 2), microbatch_size=size, accumulator=accumulator, partition=partition,
+        transform_fn=transform, metrics_fn=norm, remainder="run",
+    )  # fmt: skip
+    grads, aux = run(PARAMS, x, y)
+    each, values, metrics = plain_micro_grad(x, y, transform, norm)
+    reduce = {SUM: lambda g: g.sum(0), CONCAT: lambda g: g}.get(accumulator, lambda g: g.mean(0).astype(g.dtype))
+    assert_same(grads, jax.tree.map(reduce, each))
+    assert_same(aux, Aux(values, metrics, None))
+
+
+def test_gradient_trees():
+    x, y = data(4, 3), data(4, seed=1)
+    fun = lambda w, x, y, *, z: (((x @ w - y) ** 2).sum() + z.sum(), {"shape": jnp.array(x.shape), "z": z})
+    w = data(3, seed=2)
+    run = micro_grad(fun, True, (0, 1), batch_argnums=(1, 2), microbatch_size=2, accumulator=CONCAT)
+    (gw, gx), aux = run(y=y, w=w, x=x, z=y)
+    residual = 2 * (x @ w - y)[:, None]
+    assert_same((gw, gx), (residual * x, (residual * w)[:, None]))
+    assert_same(aux.aux, {"shape": jnp.tile(jnp.array([1, 3]), (4, 1)), "z": y[:, None]})
+    run = micro_grad(lambda w, x: x @ w, keep_batch_dim=False, argnums=[0], transform_fn=lambda g: (g[0], g[0] ** 2))
+    assert_same(run(w, x)[0], (x.sum(0), (x**2).sum(0)))
+    run = micro_grad(lambda w, x: (w.real * x).sum() ** 2 + (w.imag * x).sum() ** 2, microbatch_size=2)
+    c = w + 1j
+    assert_same(run(c, x)[0], jax.grad(lambda c: jnp.sum((x @ c.real) ** 2 + (x @ c.imag) ** 2))(c))
+    own = lambda g: (g, jnp.float32(1))
+    assert_same(micro_grad(lambda w, x: (x @ w).sum(), transform_fn=own, accumulator=weighted_mean())(w, x)[0],
+                (x.mean(0), jnp.float32(4)))  # fmt: skip
+
+
+def test_random_functions_do_not_depend_on_the_cut():
+    keys, w = jax.random.split(jax.random.key(0), 6), jnp.ones(3)
+    draw = lambda key: jax.random.normal(key, (3,))
+    noise = jax.vmap(draw)(keys)
+    for size, partition in [(1, "strided"), (4, "strided"), (4, "contiguous"), (6, "contiguous")]:
+        how = {"microbatch_size": size, "partition": partition, "remainder": "run"}
+        assert_same(micro_vmap(draw, **how)(keys), noise, exact=True)
+        assert_same(
+            micro_grad(lambda w, k: (w * draw(k[0])).sum(), accumulator=CONCAT, **how)(w, keys)[0], noise, exact=True
+        )
+
+
+# --- against optax --------------------------------------------------------------------------------------------------
+
+
+def test_agrees_with_optax():
+    x, y = data(6, 3), data(6, seed=1)
+    fun = lambda b: {"a": (b, b.sum(0)), "b": b.mean(), "c": b.max(0)}
+    how = lambda kinds: {"a": (kinds.CONCAT, kinds.SUM), "b": kinds.MEAN, "c": kinds.RUNNING_MEAN}
+    for size in (1, 2, 6):
+        theirs = optax.microbatch(fun, 0, size, how(optax.AccumulationType))(x)
+        assert_same(microbatch(fun, 0, size, how(AccumulationType))(x), theirs)
+        assert_same(reshape_batch_axis({"x": x}, size), optax.reshape_batch_axis({"x": x}, size), exact=True)
+    assert_same(reshape_batch_axis(x.T, 2, -1), optax.reshape_batch_axis(x.T, 2, 1), exact=True)
+    for kind in ("CONCAT", "SUM", "RUNNING_MEAN"):  # its MEAN divides by the microbatches that did not run, too
+        theirs = optax.microbatch(lambda b: b * 2, 0, 2, optax.AccumulationType[kind], num_real_microbatches=2)(x)
+        ours = microbatch(lambda b: b * 2, 0, 2, AccumulationType[kind], num_real_microbatches=2)(x)
+        assert_same(ours, theirs)
+    for size in (2, 3):
+        how = {
+            "batch_argnums": (1, 2),
+            "microbatch_size": size,
+            "transform_fn": lambda g: (g, g**2),
+            "metrics_fn": norm,
+        }
+        fun = lambda w, x, y: (((x @ w - y) ** 2).mean(), x.sum())
+        theirs, aux = optax.micro_grad(fun, True, **how)(jnp.ones(3), x, y)
+        ours, our_aux = micro_grad(fun, True, **how)(jnp.ones(3), x, y)
+        assert_same((ours, tuple(our_aux)), (theirs, tuple(aux)))
+        assert our_aux._fields == aux._fields
+    assert_same(micro_vmap(jnp.sum, 1, microbatch_size=3)(x.T), optax.micro_vmap(jnp.sum, 1, microbatch_size=3)(x.T))
+
+
+# --- composition ----------------------------------------------------------------------------------------------------
+
+
+def energy(w, x):
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_composes_with_other_transforms(partition):
+    w, x = data(3, 3), data(7, 3, seed=1)
+    run = microbatch(energy, 1, 2, remainder="run", partition=partition)
+    assert_same(jax.jit(run)(w, x), energy(w, x))
+    assert_same(jax.grad(run, (0, 1))(w, x), jax.grad(energy, (0, 1))(w, x))
+    assert_same(jax.jit(jax.hessian(run))(w, x), jax.hessian(energy)(w, x))
+    assert_same(jax.jvp(run, (w, x), (w, x)), jax.jvp(energy, (w, x), (w, x)))
+    many = jnp.stack([x, 2 * x])
+    assert_same(jax.vmap(run, (None, 0))(w, many), jax.vmap(energy, (None, 0))(w, many))
+    nested = microbatch(run, 1, 4, remainder="run")
+    assert_same(jax.jit(jax.grad(nested))(w, x), jax.grad(energy)(w, x))
+    per_row = micro_vmap(lambda row: jax.grad(run)(w, row), microbatch_size=1, accumulator=SUM)
+    assert_same(per_row(many), jax.grad(energy)(w, x) + jax.grad(energy)(w, 2 * x))
+    slopes = micro_grad(run, microbatch_size=2, keep_batch_dim=False)(w, many)[0]
+    assert_same(slopes, jax.grad(energy)(w, x) + jax.grad(energy)(w, 2 * x))
+    outer = jax.grad(lambda w: micro_grad(energy, microbatch_size=2, remainder="run")(w, x)[0].sum())(w)
+    assert_same(outer, jax.grad(lambda w: jax.grad(energy)(w, x).sum())(w))
+
+
+def test_early_stop_composes():
+    w, x = data(3, 3), data(7, 3, seed=1)
+    run = lambda w, x, n: microbatch(energy, 1, 2, num_real_microbatches=n, remainder="run", partition="contiguous")(
+        w, x
+    )
+    assert_same(jax.jit(jax.grad(run, (0, 1)))(w, x, 2), jax.grad(lambda w, x: energy(w, x[:4]), (0, 1))(w, x))
+    assert_same(jax.vmap(run, (None, None, 0))(w, x, jnp.arange(5)),
+                jnp.stack([energy(w, x[: 2 * n]) for n in range(5)]))  # fmt: skip
+
+
+def test_custom_derivatives_survive():
+    @jax.custom_vjp
+    def fun(w, x):
+        return jnp.sum(x @ w)
+
+    fun.defvjp(lambda w, x: (fun(w, x), (w, x)), lambda kept, g: (2 * g * kept[0], 3 * g * kept[1]))
+    w, x = data(3), data(4, 3, seed=1)
+    assert_same(jax.grad(microbatch(fun, 1, 2), (0, 1))(w, x), (4 * w, 3 * x))
+    assert_same(micro_grad(fun, microbatch_size=2)(w, x)[0], 8 * w)
+    pair = microbatch(lambda w, x: (fun(w, x), len(x)), 1, 2, weighted_mean())
+    assert_same(jax.grad(lambda w, x: pair(w, x)[0], (0, 1))(w, x), (2 * w, 1.5 * x))
+
+
+def test_traces_once():
+    traces = []
+
+    def fun(w, x):
+        traces.append(x.shape)
+        return energy(w, x)
+
+    w, x = data(3, 3), data(7, 3, seed=1)
+
+    def count(transform, *args):
+        traces.clear()
+        jax.block_until_ready(transform(*args))
+        return len(traces)
+
+    assert count(microbatch(fun, 1, 1), w, x) == 1
+    assert count(microbatch(fun, 1, 2, remainder="run"), w, x) == 2
+    assert count(jax.grad(microbatch(fun, 1, 1)), w, x) == 1
+    assert count(micro_vmap(fun, (None, 0), microbatch_size=2, remainder="run"), w, x[:, None]) == 1
+    assert count(micro_grad(fun, microbatch_size=2, remainder="run", transform_fn=clip), w, x) == 1
+    assert count(microbatch(lambda w, x: (fun(w, x), 1.0), 1, 1, weighted_mean()), w, x) == 1
+    jitted = jax.jit(microbatch(fun, 1, 1))
+    assert (count(jitted, w, x), count(jitted, w, x)) == (1, 0)
+
+
+# --- memory and size of the program ---------------------------------------------------------------------------------
+
+WIDTH = 64
+
+
+def deep(w, x):
+    for _ in range(4):
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def temporary_bytes(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+VARIANTS = {
+    "strided": lambda size: microbatch(deep, 1, size, MEAN),
+    "contiguous": lambda size: microbatch(deep, 1, size, RUNNING_MEAN, partition="contiguous"),
+    "remainder": lambda size: microbatch(deep, 1, size - 1, MEAN, remainder="run"),
+    "weighted": lambda size: (
+        lambda w, x: microbatch(lambda w, x: (deep(w, x), (x[:, 0] > 0).sum()), 1, size, weighted_mean())(w, x)[0]
+    ),
+    "vmap": lambda size: micro_vmap(deep, (None, 0), microbatch_size=size, accumulator=SUM),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memory_is_flat_in_the_number_of_microbatches(variant):
+    w, few, many = data(WIDTH, WIDTH), data(4 * 16, WIDTH), data(32 * 16, WIDTH)
+    make = VARIANTS[variant]
+    for derive in (lambda f: f, jax.grad):
+        plain = temporary_bytes(derive(deep), w, many)
+        small, same = (temporary_bytes(derive(make(16)), w, x) for x in (few, many))
+        assert same <= 1.1 * small, "grows with the number of microbatches"
+        assert small < temporary_bytes(derive(make(256)), w, many), "does not fall with the microbatch"
+        assert same < plain / 2
+    kept = temporary_bytes(jax.grad(lambda w, x: deep(w, x).sum()), w, many)
+    assert kept > temporary_bytes(jax.grad(deep), w, few), "the measure sees no activations"
+
+
+def test_memory_of_per_example_gradients():
+    w, x = data(WIDTH, WIDTH), data(64, WIDTH)
+    scale = lambda g: g / jnp.maximum(norm(g), 1.0)
+    peak = {n: temporary_bytes(micro_grad(deep, microbatch_size=n, transform_fn=scale), w, x) for n in (4, 16, 64)}
+    assert peak[4] < peak[16] / 2 < peak[64] / 4
+    assert peak[4] == pytest.approx(
+        temporary_bytes(micro_grad(deep, microbatch_size=4, transform_fn=scale), w, x[:16]), rel=0.1
+    )
+    # Untransformed, XLA merges the products over the examples: no example's gradient ever exists.
+    linear = lambda w, x: (x @ w).mean()
+    assert temporary_bytes(micro_grad(linear, microbatch_size=64), w, x) < 4 * 64 * WIDTH * WIDTH / 4
+
+
+def test_one_scan_whatever_the_number():
+    text = {n: str(jax.make_jaxpr(microbatch(energy, 1, 2))(data(3, 3), data(2 * n, 3))) for n in (3, 30)}
+    assert text[3].count("scan[") == 1
+    assert text[3].count("\n") == text[30].count("\n")
+    assert str(jax.make_jaxpr(microbatch(energy, 1, None))(data(3, 3), data(6, 3))).count("scan[") == 0
+    assert "microbatch" in jax.jit(microbatch(energy, 1, 2)).lower(data(3, 3), data(6, 3)).as_text(debug_info=True)
+
+
+def test_sharded_batches():
+    """In a process of its own, since the number of CPU devices is fixed when JAX starts."""
+    code = """if True:
+        import jax, jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        from microtome.jax_impl import *
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        x = jnp.arange(16.0).reshape(8, 2)
+        spread = jax.device_put(x, NamedSharding(mesh, P("d")))
+        kinds = (AccumulationType.SUM, AccumulationType.CONCAT)
+        fun = lambda x: microbatch(lambda b: (b.sum(0), b * 2), 0, 4, kinds)(x)
+        compiled = jax.jit(fun).lower(spread).compile()
+        assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
+        total, rows = compiled(spread)
+        assert (total == x.sum(0)).all() and (rows == 2 * x).all()
+        local = lambda x: jax.lax.psum(microbatch(jnp.sum, 0, 2)(x), "d")
+        assert jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P()))(spread) == x.sum()
+        explicit = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.set_mesh(explicit):
+            split = reshape_batch_axis(jax.device_put(x, P("d")), 4)
+            assert jax.typeof(split).sharding.spec == P(None, "d", None)
+    """
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PATH": ""}
+    subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, check=True, timeout=300)
