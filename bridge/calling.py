@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .captures import Walk, forked_child, hashable
+from .captures import Walk, forked_child, hashable, written_count
 from .compilation import Body, Trace, common_device, is_differentiable, jax_cotangents
 from .context import current_call, running
 from .trees import flatten, to_jax_tree, to_torch_tree
@@ -88,15 +88,9 @@ def _program(
     arguments = [_tensor(leaf) for leaf, d in zip(leaves, dynamic, strict=True) if d]
     statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
     walk = Walk(jax_fun)
-    signature = (
-        treedef,
-        tuple(dynamic),
-        tuple((t.dtype, t.shape, t.device, t.requires_grad) for t in arguments),
-        tuple(map(hashable, statics)),
-        walk.key,
-        torch.is_grad_enabled(),
-        recompute,
-    )
+    shapes = tuple((t.dtype, t.shape, t.device, t.requires_grad) for t in arguments)
+    fixed_part = (treedef, tuple(dynamic), shapes, tuple(map(hashable, statics)), torch.is_grad_enabled(), recompute)
+    signature = (walk.key, fixed_part)
 
     def body(*arrays: Any) -> Any:
         rest, fixed = iter(arrays), iter(statics)
@@ -106,7 +100,11 @@ def _program(
     with _LOCK:
         program = _PROGRAMS.get(signature)
         if program is None or any(ref() is None for ref in program.hidden):
-            program = _PROGRAMS[signature] = Program(body, arguments, walk.tensors, recompute)
+            written = written_count()
+            program = Program(body, arguments, walk.tensors, recompute)
+            if written_count() != written:
+                signature = (Walk(jax_fun).key, fixed_part)
+            _PROGRAMS[signature] = program
             if len(_PROGRAMS) > _CACHE_SIZE:
                 _PROGRAMS.popitem(last=False)
             _warn_of_many(jax_fun, walk)

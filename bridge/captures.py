@@ -42,6 +42,11 @@ _LONG = 10_000  # a longer list is data, not configuration: told apart by identi
 SOURCE = "__microtome_source__"
 
 Path = tuple[Any, str] | None
+Slot = tuple[Any, str]  # the code or class that names a container, and the name
+
+# Lists, dicts and sets that a traced function was seen to write to: a log, a counter of its own calls. They are not
+# part of its key, or each trace would invalidate itself.
+_WRITTEN: set[Slot] = set()
 
 
 class Same:
@@ -83,18 +88,18 @@ def hashable(value: Any) -> Hashable:
 class Walk:
     """The key and the captured tensors of a callable (or any other value)."""
 
-    def __init__(self, root: object, ignored: frozenset[str] = frozenset()) -> None:
+    def __init__(self, root: object) -> None:
         self.parts: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.paths: list[Path] = []
         self.owners: list[torch.nn.Module | None] = []
         self.holders: list[Any] = []  # objects whose attributes were followed
-        self.containers: list[tuple[str, Any]] = []
+        self.containers: list[tuple[Slot, Any]] = []
         self._seen: dict[int, int] = {}
         self._keep: list[object] = []
         self._names: frozenset[str] = frozenset()
         self._owner: torch.nn.Module | None = None
-        self._ignored = ignored
+        self._slot: Slot = (None, "")
         self._visit(root, None)
         self.key = tuple(self.parts)
 
@@ -159,14 +164,14 @@ class Walk:
             self._attributes(x, path)
 
     def _container(self, x: Any, path: Path) -> None:
-        if self._ignored and path_name(path) in self._ignored:
-            self.parts.append("ignored")
+        if self._slot in _WRITTEN:
+            self.parts.append("written by the function itself")
             return
         self.parts.append((type(x), len(x)))
         if len(x) > _LONG:
             self.parts.append(Same(x))
             return
-        self.containers.append((path_name(path), x))
+        self.containers.append((self._slot, x))
         if isinstance(x, dict):
             for k, v in list(x.items()):
                 self.parts.append(k if isinstance(k, Hashable) else None)
@@ -195,10 +200,12 @@ class Walk:
                 content = cell.cell_contents
             except ValueError:  # not yet assigned
                 content = None
+            self._slot = (code, name)
             self._visit(content, (path, name))
         if user:
             for name in sorted(names & f.__globals__.keys()):
                 self.parts.append(name)
+                self._slot = (code, name)
                 self._visit(f.__globals__[name], (path, name))
         self._names = outer
 
@@ -216,6 +223,7 @@ class Walk:
         for k, v in fields.items():
             if k not in _MODULE_FIELDS:
                 self.parts.append(k)
+                self._slot = (cls, k)
                 self._visit(v, (path, f".{k}"))
                 self._owner = m
         for name in _HOOKS:
@@ -239,6 +247,7 @@ class Walk:
             self._names = self._names | _names(f.__code__)
         for k in sorted(fields.keys() & self._names, key=str):
             self.parts.append(k)
+            self._slot = (cls, str(k))
             self._visit(fields[k], (path, f".{k}"))
         for f in methods:
             self._visit(f, (path, ""))
@@ -271,6 +280,27 @@ def _user_methods(cls: Any) -> tuple[types.FunctionType, ...]:
     return tuple(
         f for k, f in sorted(found.items()) if k != "__init__" and not f.__code__.co_filename.startswith(skipped)
     )
+
+
+class WrittenContainers:
+    """Notices which of the containers that a function captures it writes to while it is traced."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._before = [(slot, container, _content(container)) for slot, container in walk.containers]
+
+    def remember(self) -> None:
+        """Leave what was written to out of all further keys."""
+        _WRITTEN.update(slot for slot, container, before in self._before if _content(container) != before)
+
+
+def _content(container: Any) -> list[Any]:
+    values = container.values() if isinstance(container, dict) else container
+    return [value if isinstance(value, (int, str)) else id(value) for value in values]
+
+
+def written_count() -> int:
+    """Grows whenever a key that was made before may be out of date."""
+    return len(_WRITTEN)
 
 
 class Restored:

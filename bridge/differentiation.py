@@ -15,6 +15,7 @@ and its derivatives are again torch's. Every level is recorded when it is first 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,25 +34,48 @@ from .versions import enable_x64
 Arrays = Sequence[jax.Array]
 
 
+class Source:
+    """A flat torch function and the tensors that it captures.
+
+    Whoever traces the function holds this. The recordings, which JAX's caches keep for long, refer to it weakly.
+    """
+
+    def __init__(self, fun: Callable[..., Sequence[torch.Tensor]]) -> None:
+        self.fun = fun
+        self.captured: list[torch.Tensor] = []
+        self.derived: dict[Any, tuple[TorchFunction, Source]] = {}
+
+
 class TorchFunction:
-    """A flat torch function, and its recordings: one for each set of inputs whose gradient was asked for.
+    """The recordings of a flat torch function: one for each set of inputs whose gradient was asked for.
 
     Its inputs are the arguments and then the captured tensors, which the first recording finds.
     """
 
-    def __init__(self, fun: Callable[..., Sequence[torch.Tensor]], metas: Sequence[Meta]) -> None:
-        self.fun = fun
+    def __init__(self, source: Source, metas: Sequence[Meta]) -> None:
+        self._source = weakref.ref(source)
         self.arguments = list(metas)
-        self.captured: list[torch.Tensor] = []
         self._graphs: dict[tuple[bool, ...], Graph] = {}
-        self._derived: dict[Any, TorchFunction] = {}
         self._programs: dict[Any, Any] = {}
-        graph, self.captured = record(fun, self.arguments, [False] * len(metas), [])
-        self.metas = [*self.arguments, *(Meta.of(t) for t in self.captured)]
+        graph, source.captured = record(source.fun, self.arguments, [False] * len(metas), [])
+        self.metas = [*self.arguments, *(Meta.of(t) for t in source.captured)]
         self._graphs[(False,) * len(self.metas)] = graph
         self.outputs = graph.output_metas
         self.mutated = [len(self.arguments) + i for i, _ in graph.mutations]
         self.draws = graph.draws
+
+    @property
+    def source(self) -> Source:
+        """The function itself, for further recordings."""
+        source = self._source()
+        if source is None:
+            raise RuntimeError("a torch function was asked for a further derivative after it had been deleted")
+        return source
+
+    @property
+    def captured(self) -> list[torch.Tensor]:
+        """The captured tensors, in the order of the inputs."""
+        return self.source.captured
 
     def call(self, make_key: Callable[[], jax.Array], arrays: Arrays) -> list[jax.Array]:
         """Outputs, then the final values of the captured tensors that the function writes to."""
@@ -61,7 +85,7 @@ class TorchFunction:
     def graph(self, need: tuple[bool, ...]) -> Graph:
         """The recording with the gradients of the inputs that ``need`` names."""
         if need not in self._graphs:
-            graph, captured = record(self.fun, self.arguments, need, self.captured)
+            graph, captured = record(self.source.fun, self.arguments, need, self.captured)
             if len(captured) != len(self.captured):
                 raise TypeError(
                     "a tensor is captured only while the function is differentiated; pass it as an argument"
@@ -87,17 +111,18 @@ class TorchFunction:
         return [i for i, d in enumerate(self.graph(need).differentiable) if d]
 
     def _derive(self, kind: str, need: tuple[bool, ...], extra: list[Meta]) -> TorchFunction:
-        if (kind, need) not in self._derived:
-            fun, count = self.fun, len(self.arguments)
-            captured, outputs, metas = list(self.captured), self.outputs, self.metas
+        source = self.source
+        if (kind, need) not in source.derived:
             rule = _vjp_rule if kind == "vjp" else _jvp_rule
+            call = functools.partial(_with_captured, source.fun, len(self.arguments), source.captured)
+            inputs = len(self.metas)
 
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-                inputs, given = tensors[: len(metas)], tensors[len(metas) :]
-                return rule(functools.partial(_with_captured, fun, count, captured), inputs, given, need, outputs)
+                return rule(call, tensors[:inputs], tensors[inputs:], need)
 
-            self._derived[kind, need] = TorchFunction(derived, [*metas, *extra])
-        return self._derived[kind, need]
+            inner = Source(derived)
+            source.derived[kind, need] = TorchFunction(inner, [*self.metas, *extra]), inner
+        return source.derived[kind, need][0]
 
 
 def _with_captured(fun: Any, count: int, captured: Sequence[torch.Tensor], *inputs: torch.Tensor) -> Any:
@@ -110,7 +135,7 @@ def _tracked(inputs: Sequence[torch.Tensor], need: Sequence[bool]) -> list[torch
     return [x if not n or x.requires_grad else x.detach().requires_grad_() for x, n in zip(inputs, need, strict=True)]
 
 
-def _vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any, metas: Any) -> Sequence[torch.Tensor]:
+def _vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any) -> Sequence[torch.Tensor]:
     inputs = _tracked(inputs, need)
     wanted = [x for x, n in zip(inputs, need, strict=True) if n]
     outputs = [o for o in fun(*inputs) if o.requires_grad]
@@ -118,7 +143,7 @@ def _vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any, metas: Any) -> 
     return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
 
 
-def _jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any, metas: Any) -> Sequence[torch.Tensor]:
+def _jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any) -> Sequence[torch.Tensor]:
     """J t as the derivative of u -> Jᵀu, which is linear in u: every op that torch can differentiate twice has it."""
     inputs = _tracked(inputs, need)
     wanted = [x for x, n in zip(inputs, need, strict=True) if n]
@@ -197,7 +222,7 @@ class Saving(Forward):
 
 
 class Backward:
-    """Inputs, residuals, cotangents -> gradients, in JAX's convention for complex numbers (the conjugate of torch's)."""
+    """Inputs, residuals, cotangents -> gradients, complex ones in JAX's convention (the conjugate of torch's)."""
 
     def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
         self.function, self.need = function, need

@@ -39,7 +39,7 @@ def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
 
     Callables go in traced (:func:`as_jax`) and come out as torch callables; tensors go in as arrays and come out as
     tensors. For transforms from function to function, ``lift(t)(fun, …) == as_torch(t(as_jax(fun), …))``; where a
-    tensor is among the arguments, the call itself is compiled: ``lift(t)(f, x) == as_torch(lambda x: t(as_jax(f), x))(x)``.
+    tensor is among the arguments, the call itself is compiled, as ``as_torch(lambda x: t(as_jax(f), x))(x)``.
 
     Callables marked by :func:`jax_function`, and those that JAX, optax or ``microtome.jax_impl`` define, pass as they
     are. Works on transforms of other libraries: ``lift(optax.microbatching.micro_vmap)``.

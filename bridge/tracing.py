@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .captures import SOURCE, Restored, Walk, hashable
+from .captures import SOURCE, Restored, Walk, WrittenContainers, hashable
 from .context import Call, current_call
-from .differentiation import TorchFunction
+from .differentiation import Source, TorchFunction
 from .graph import Meta
 from .recorder import TraceError, is_update_of
 from .torch2jax_engine import InterpretedFunction, is_interpreted
@@ -109,7 +109,7 @@ class _Traced:
 
     def __init__(self, torch_fun: Callable[..., Any], engine: Engine) -> None:
         self.torch_fun, self.engine = torch_fun, engine
-        self._tracings: dict[Any, tuple[Tracing, Callable[[Sequence[Any]], Any]]] = {}
+        self._tracings: dict[Any, tuple[Tracing, Callable[[Sequence[Any]], Any], Source | None]] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         with enable_x64():
@@ -127,8 +127,12 @@ class _Traced:
             if signature not in self._tracings:
                 if len(self._tracings) >= _CACHE_SIZE:
                     self._tracings.pop(next(iter(self._tracings)))
-                self._tracings[signature] = self._trace(treedef, dynamic, statics, metas, walk, once)
-            tracing, unflatten = self._tracings[signature]
+                written = WrittenContainers(walk)
+                made = self._trace(treedef, dynamic, statics, metas, walk, once)
+                written.remember()
+                signature = (*signature[:4], Walk(self.torch_fun).key, once)
+                self._tracings[signature] = made
+            tracing, unflatten, _ = self._tracings[signature]
             captured = self._captured(tracing, outer)
             results = tracing.call(lambda: _draw_key(key, rows, outer, signature[3:5]), [*arrays, *captured])
             count = len(results) - len(tracing.mutated)
@@ -137,7 +141,7 @@ class _Traced:
 
     def _trace(
         self, treedef: Any, dynamic: list[bool], statics: list[Any], metas: list[Meta], walk: Walk, once: bool
-    ) -> tuple[Tracing, Callable[[Sequence[Any]], Any]]:
+    ) -> tuple[Tracing, Callable[[Sequence[Any]], Any], Source | None]:
         torch_fun = self.torch_fun
         shape: list[Any] = []
 
@@ -162,8 +166,9 @@ class _Traced:
             return out_tree.unflatten([next(rest) if m else other for m, other in zip(made, others, strict=True)])
 
         if self.engine == "record":
-            return TorchFunction(flat, metas), unflatten
-        return InterpretedFunction(flat, metas, walk.tensors), unflatten
+            source = Source(flat)
+            return TorchFunction(source, metas), unflatten, source
+        return InterpretedFunction(flat, metas, walk.tensors), unflatten, None
 
     def _stands_for_tensor(self, leaf: Any) -> bool:
         return self.engine == "torch2jax" and is_interpreted(leaf)

@@ -26,11 +26,16 @@ class Traced:
     def __init__(self, fun: Function, inputs: Sequence[Any]) -> None:
         self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*inputs)
         self.treedef = structure(self.output)
-        self.flat = jaxpr_as_fun(self.closed)
 
     def __call__(self, *inputs: Any) -> PyTree:
         """The function's output."""
-        return self.treedef.unflatten(self.flat(*inputs))
+        return self.treedef.unflatten(_call(self.closed, *inputs))
+
+
+def _call(closed: ClosedJaxpr, *inputs: Any) -> list[jax.Array]:
+    """The jaxpr's outputs; a constant among them comes out as a Python number otherwise."""
+    outs = zip(jaxpr_as_fun(closed)(*inputs), closed.out_avals, strict=True)
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype) for x, aval in outs]
 
 
 def accumulate(
@@ -221,7 +226,7 @@ def _guarded(closed: ClosedJaxpr, pairs: list[tuple[list[int], int]]) -> Callabl
     count = len(closed.consts)
 
     def plain(*flat: Any) -> list[jax.Array]:
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, flat[:count]))(*flat[count:])
+        return _call(ClosedJaxpr(closed.jaxpr, flat[:count]), *flat[count:])
 
     def masked(moved: Sequence[int], *flat: Any) -> list[jax.Array]:
         outs = plain(*flat)

@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import subprocess
-import sys
 
 import hypothesis.strategies as st
 import jax
@@ -12,6 +10,7 @@ import numpy as np
 import optax.microbatching as optax
 import pytest
 from hypothesis import given, settings
+from microbatching_cases import assert_same, clip, data, norm
 
 from microtome.jax_impl import (
     AccumulationType,
@@ -27,26 +26,7 @@ from microtome.jax_impl import (
 SUM, MEAN = AccumulationType.SUM, AccumulationType.MEAN
 RUNNING_MEAN, CONCAT = AccumulationType.RUNNING_MEAN, AccumulationType.CONCAT
 PARTITIONS = ("strided", "contiguous")
-FEW = settings(derandomize=True, deadline=None, max_examples=20, database=None)
-
-
-def assert_same(actual, expected, exact=False):
-    """Equal in structure, shape, dtype and value; sums to a few roundings of the largest entry."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, e = jnp.asarray(a), jnp.asarray(e)
-        assert (a.shape, a.dtype) == (e.shape, e.dtype)
-        if exact or not jnp.issubdtype(a.dtype, jnp.inexact):
-            np.testing.assert_array_equal(a, e)
-            continue
-        eps = float(jnp.finfo(a.dtype).eps)
-        a, e = (np.asarray(x.astype(jnp.promote_types(x.dtype, jnp.float32))) for x in (a, e))
-        scale = np.abs(np.where(np.isfinite(e), e, 0)).max(initial=1.0)
-        np.testing.assert_allclose(a, e, rtol=0, atol=32 * eps * scale)
-
-
-def data(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
+FEW = settings(derandomize=True, deadline=None, max_examples=10, database=None)
 
 
 @pytest.mark.parametrize(
@@ -335,23 +315,17 @@ def loss(params, x, y):
 PARAMS = {"w": data(3, 2), "b": data(2, seed=1), "step": jnp.int32(7), "unused": data(2, seed=2)}
 
 
+ONE_GRADIENT = jax.jit(jax.value_and_grad(lambda p, x, y: loss(p | {"step": PARAMS["step"]}, x, y)))
+
+
 def plain_micro_grad(x, y, transform, metrics):
     """The docstring's loop."""
     floats = {k: v for k, v in PARAMS.items() if k != "step"}
-    one = jax.value_and_grad(lambda p, x, y: loss(p | {"step": PARAMS["step"]}, x, y))
+    one = ONE_GRADIENT
     pairs = [one(floats, x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
     grads = [g | {"step": jnp.zeros((), jnp.int32)} for _, g in pairs]
     stack = lambda *trees: jax.tree.map(lambda *a: jnp.stack(a), *trees)
     return stack(*map(transform, grads)), stack(*[v for v, _ in pairs]), stack(*map(metrics, grads))
-
-
-def clip(grads):
-    scale = 1 / jnp.maximum(norm(grads), 0.5)
-    return jax.tree.map(lambda g: g * scale if jnp.issubdtype(g.dtype, jnp.inexact) else g, grads)
-
-
-def norm(grads):
-    return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
 
 
 @FEW
@@ -368,7 +342,7 @@ def test_per_example_gradients(rows, size, accumulator, partition, transform):
         loss, batch_argnums=(1, 2), microbatch_size=size, accumulator=accumulator, partition=partition,
         transform_fn=transform, metrics_fn=norm, remainder="run",
     )  # fmt: skip
-    grads, aux = run(PARAMS, x, y)
+    grads, aux = jax.jit(run)(PARAMS, x, y)
     each, values, metrics = plain_micro_grad(x, y, transform, norm)
     reduce = {SUM: lambda g: g.sum(0), CONCAT: lambda g: g}.get(accumulator, lambda g: g.mean(0).astype(g.dtype))
     assert_same(grads, jax.tree.map(reduce, each))
@@ -398,7 +372,7 @@ def test_random_functions_do_not_depend_on_the_cut():
     keys, w = jax.random.split(jax.random.key(0), 6), jnp.ones(3)
     draw = lambda key: jax.random.normal(key, (3,))
     noise = jax.vmap(draw)(keys)
-    for size, partition in [(1, "strided"), (4, "strided"), (4, "contiguous"), (6, "contiguous")]:
+    for size, partition in [(1, "strided"), (4, "contiguous")]:
         how = {"microbatch_size": size, "partition": partition, "remainder": "run"}
         assert_same(micro_vmap(draw, **how)(keys), noise, exact=True)
         assert_same(
@@ -413,7 +387,7 @@ def test_agrees_with_optax():
     x, y = data(6, 3), data(6, seed=1)
     fun = lambda b: {"a": (b, b.sum(0)), "b": b.mean(), "c": b.max(0)}
     how = lambda kinds: {"a": (kinds.CONCAT, kinds.SUM), "b": kinds.MEAN, "c": kinds.RUNNING_MEAN}
-    for size in (1, 2, 6):
+    for size in (2, 6):
         theirs = optax.microbatch(fun, 0, size, how(optax.AccumulationType))(x)
         assert_same(microbatch(fun, 0, size, how(AccumulationType))(x), theirs)
         assert_same(reshape_batch_axis({"x": x}, size), optax.reshape_batch_axis({"x": x}, size), exact=True)
@@ -435,164 +409,3 @@ def test_agrees_with_optax():
         assert_same((ours, tuple(our_aux)), (theirs, tuple(aux)))
         assert our_aux._fields == aux._fields
     assert_same(micro_vmap(jnp.sum, 1, microbatch_size=3)(x.T), optax.micro_vmap(jnp.sum, 1, microbatch_size=3)(x.T))
-
-
-# --- composition ----------------------------------------------------------------------------------------------------
-
-
-def energy(w, x):
-    return jnp.sum(jnp.tanh(x @ w) ** 2)
-
-
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_composes_with_other_transforms(partition):
-    w, x = data(3, 3), data(7, 3, seed=1)
-    run = microbatch(energy, 1, 2, remainder="run", partition=partition)
-    assert_same(jax.jit(run)(w, x), energy(w, x))
-    assert_same(jax.grad(run, (0, 1))(w, x), jax.grad(energy, (0, 1))(w, x))
-    assert_same(jax.jit(jax.hessian(run))(w, x), jax.hessian(energy)(w, x))
-    assert_same(jax.jvp(run, (w, x), (w, x)), jax.jvp(energy, (w, x), (w, x)))
-    many = jnp.stack([x, 2 * x])
-    assert_same(jax.vmap(run, (None, 0))(w, many), jax.vmap(energy, (None, 0))(w, many))
-    nested = microbatch(run, 1, 4, remainder="run")
-    assert_same(jax.jit(jax.grad(nested))(w, x), jax.grad(energy)(w, x))
-    per_row = micro_vmap(lambda row: jax.grad(run)(w, row), microbatch_size=1, accumulator=SUM)
-    assert_same(per_row(many), jax.grad(energy)(w, x) + jax.grad(energy)(w, 2 * x))
-    slopes = micro_grad(run, microbatch_size=2, keep_batch_dim=False)(w, many)[0]
-    assert_same(slopes, jax.grad(energy)(w, x) + jax.grad(energy)(w, 2 * x))
-    outer = jax.grad(lambda w: micro_grad(energy, microbatch_size=2, remainder="run")(w, x)[0].sum())(w)
-    assert_same(outer, jax.grad(lambda w: jax.grad(energy)(w, x).sum())(w))
-
-
-def test_early_stop_composes():
-    w, x = data(3, 3), data(7, 3, seed=1)
-    run = lambda w, x, n: microbatch(energy, 1, 2, num_real_microbatches=n, remainder="run", partition="contiguous")(
-        w, x
-    )
-    assert_same(jax.jit(jax.grad(run, (0, 1)))(w, x, 2), jax.grad(lambda w, x: energy(w, x[:4]), (0, 1))(w, x))
-    assert_same(jax.vmap(run, (None, None, 0))(w, x, jnp.arange(5)),
-                jnp.stack([energy(w, x[: 2 * n]) for n in range(5)]))  # fmt: skip
-
-
-def test_custom_derivatives_survive():
-    @jax.custom_vjp
-    def fun(w, x):
-        return jnp.sum(x @ w)
-
-    fun.defvjp(lambda w, x: (fun(w, x), (w, x)), lambda kept, g: (2 * g * kept[0], 3 * g * kept[1]))
-    w, x = data(3), data(4, 3, seed=1)
-    assert_same(jax.grad(microbatch(fun, 1, 2), (0, 1))(w, x), (4 * w, 3 * x))
-    assert_same(micro_grad(fun, microbatch_size=2)(w, x)[0], 8 * w)
-    pair = microbatch(lambda w, x: (fun(w, x), len(x)), 1, 2, weighted_mean())
-    assert_same(jax.grad(lambda w, x: pair(w, x)[0], (0, 1))(w, x), (2 * w, 1.5 * x))
-
-
-def test_traces_once():
-    traces = []
-
-    def fun(w, x):
-        traces.append(x.shape)
-        return energy(w, x)
-
-    w, x = data(3, 3), data(7, 3, seed=1)
-
-    def count(transform, *args):
-        traces.clear()
-        jax.block_until_ready(transform(*args))
-        return len(traces)
-
-    assert count(microbatch(fun, 1, 1), w, x) == 1
-    assert count(microbatch(fun, 1, 2, remainder="run"), w, x) == 2
-    assert count(jax.grad(microbatch(fun, 1, 1)), w, x) == 1
-    assert count(micro_vmap(fun, (None, 0), microbatch_size=2, remainder="run"), w, x[:, None]) == 1
-    assert count(micro_grad(fun, microbatch_size=2, remainder="run", transform_fn=clip), w, x) == 1
-    assert count(microbatch(lambda w, x: (fun(w, x), 1.0), 1, 1, weighted_mean()), w, x) == 1
-    jitted = jax.jit(microbatch(fun, 1, 1))
-    assert (count(jitted, w, x), count(jitted, w, x)) == (1, 0)
-
-
-# --- memory and size of the program ---------------------------------------------------------------------------------
-
-WIDTH = 64
-
-
-def deep(w, x):
-    for _ in range(4):
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
-
-
-def temporary_bytes(fun, *args):
-    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
-VARIANTS = {
-    "strided": lambda size: microbatch(deep, 1, size, MEAN),
-    "contiguous": lambda size: microbatch(deep, 1, size, RUNNING_MEAN, partition="contiguous"),
-    "remainder": lambda size: microbatch(deep, 1, size - 1, MEAN, remainder="run"),
-    "weighted": lambda size: (
-        lambda w, x: microbatch(lambda w, x: (deep(w, x), (x[:, 0] > 0).sum()), 1, size, weighted_mean())(w, x)[0]
-    ),
-    "vmap": lambda size: micro_vmap(deep, (None, 0), microbatch_size=size, accumulator=SUM),
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_memory_is_flat_in_the_number_of_microbatches(variant):
-    w, few, many = data(WIDTH, WIDTH), data(4 * 16, WIDTH), data(32 * 16, WIDTH)
-    make = VARIANTS[variant]
-    for derive in (lambda f: f, jax.grad):
-        plain = temporary_bytes(derive(deep), w, many)
-        small, same = (temporary_bytes(derive(make(16)), w, x) for x in (few, many))
-        assert same <= 1.1 * small, "grows with the number of microbatches"
-        assert small < temporary_bytes(derive(make(256)), w, many), "does not fall with the microbatch"
-        assert same < plain / 2
-    kept = temporary_bytes(jax.grad(lambda w, x: deep(w, x).sum()), w, many)
-    assert kept > temporary_bytes(jax.grad(deep), w, few), "the measure sees no activations"
-
-
-def test_memory_of_per_example_gradients():
-    w, x = data(WIDTH, WIDTH), data(64, WIDTH)
-    scale = lambda g: g / jnp.maximum(norm(g), 1.0)
-    peak = {n: temporary_bytes(micro_grad(deep, microbatch_size=n, transform_fn=scale), w, x) for n in (4, 16, 64)}
-    assert peak[4] < peak[16] / 2 < peak[64] / 4
-    assert peak[4] == pytest.approx(
-        temporary_bytes(micro_grad(deep, microbatch_size=4, transform_fn=scale), w, x[:16]), rel=0.1
-    )
-    # Untransformed, XLA merges the products over the examples: no example's gradient ever exists.
-    linear = lambda w, x: (x @ w).mean()
-    assert temporary_bytes(micro_grad(linear, microbatch_size=64), w, x) < 4 * 64 * WIDTH * WIDTH / 4
-
-
-def test_one_scan_whatever_the_number():
-    text = {n: str(jax.make_jaxpr(microbatch(energy, 1, 2))(data(3, 3), data(2 * n, 3))) for n in (3, 30)}
-    assert text[3].count("scan[") == 1
-    assert text[3].count("\n") == text[30].count("\n")
-    assert str(jax.make_jaxpr(microbatch(energy, 1, None))(data(3, 3), data(6, 3))).count("scan[") == 0
-    assert "microbatch" in jax.jit(microbatch(energy, 1, 2)).lower(data(3, 3), data(6, 3)).as_text(debug_info=True)
-
-
-def test_sharded_batches():
-    """In a process of its own, since the number of CPU devices is fixed when JAX starts."""
-    code = """if True:
-        import jax, jax.numpy as jnp
-        from jax.sharding import NamedSharding, PartitionSpec as P
-        from microtome.jax_impl import *
-        mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-        x = jnp.arange(16.0).reshape(8, 2)
-        spread = jax.device_put(x, NamedSharding(mesh, P("d")))
-        kinds = (AccumulationType.SUM, AccumulationType.CONCAT)
-        fun = lambda x: microbatch(lambda b: (b.sum(0), b * 2), 0, 4, kinds)(x)
-        compiled = jax.jit(fun).lower(spread).compile()
-        assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
-        total, rows = compiled(spread)
-        assert (total == x.sum(0)).all() and (rows == 2 * x).all()
-        local = lambda x: jax.lax.psum(microbatch(jnp.sum, 0, 2)(x), "d")
-        assert jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P()))(spread) == x.sum()
-        explicit = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-        with jax.set_mesh(explicit):
-            split = reshape_batch_axis(jax.device_put(x, P("d")), 4)
-            assert jax.typeof(split).sharding.spec == P(None, "d", None)
-    """
-    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PATH": ""}
-    subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, check=True, timeout=300)
