@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from .captures import Walk, forked_child, hashable, written_count
-from .compilation import Body, Trace, common_device, is_differentiable, jax_cotangents
+from .compilation import Body, Trace, common_device, is_differentiable, jax_cotangents, memory_order
 from .context import current_call, running
-from .trees import flatten, to_jax_tree, to_torch_tree
+from .trees import argument_name, bound_arguments, flatten, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
 from .versions import enable_x64
 
@@ -88,9 +88,10 @@ def _program(
     arguments = [_tensor(leaf) for leaf, d in zip(leaves, dynamic, strict=True) if d]
     statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
     walk = Walk(jax_fun)
-    shapes = tuple((t.dtype, t.shape, t.device, t.requires_grad) for t in arguments)
+    shapes = tuple((t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in arguments)
     fixed_part = (treedef, tuple(dynamic), shapes, tuple(map(hashable, statics)), torch.is_grad_enabled(), recompute)
-    signature = (walk.key, fixed_part)
+    orders = tuple(map(memory_order, (*arguments, *walk.tensors)))
+    signature = (walk.key, orders, fixed_part)
 
     def body(*arrays: Any) -> Any:
         rest, fixed = iter(arrays), iter(statics)
@@ -100,29 +101,41 @@ def _program(
     with _LOCK:
         program = _PROGRAMS.get(signature)
         if program is None or any(ref() is None for ref in program.hidden):
+            _check_arguments(jax_fun, args, kwargs)
             written = written_count()
             program = Program(body, arguments, walk.tensors, recompute)
             if written_count() != written:
-                signature = (Walk(jax_fun).key, fixed_part)
+                signature = (Walk(jax_fun).key, orders, fixed_part)
             _PROGRAMS[signature] = program
             if len(_PROGRAMS) > _CACHE_SIZE:
                 _PROGRAMS.popitem(last=False)
-            _warn_of_many(jax_fun, walk)
+            _warn_of_many(walk)
         _PROGRAMS.move_to_end(signature)
         hidden = [t for t in (ref() for ref in program.hidden) if t is not None]
     return program, [*arguments, *walk.tensors, *hidden], body
 
 
-def _warn_of_many(jax_fun: Callable[..., Any], walk: Walk) -> None:
-    identity = next((part for part in walk.parts if hasattr(part, "co_code")), None)
-    _COMPILED[identity] += 1
-    if _COMPILED[identity] == _MANY:
-        name = getattr(jax_fun, "__name__", repr(jax_fun))
+def _warn_of_many(walk: Walk) -> None:
+    code = walk.user_code
+    if code is None:
+        return
+    _COMPILED[code] += 1
+    if _COMPILED[code] == _MANY:
         warnings.warn(
-            f"{name} has been compiled {_MANY} times: shapes, static arguments or captured Python values change "
-            "between calls. Pass numbers that change as 0-d tensors, and keep shapes fixed (pad the last batch).",
+            f"{code.co_name} ({code.co_filename}:{code.co_firstlineno}) has been compiled {_MANY} times: shapes, static "
+            "arguments or captured Python values change between calls. Pass numbers that change as 0-d tensors, and keep shapes fixed (pad the last batch).",
             stacklevel=4,
         )
+
+
+def _check_arguments(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Name the argument that holds a tensor which XLA cannot take, before anything is traced."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(to_jax_tree(bound_arguments(jax_fun, args, kwargs)))[0]:
+        if isinstance(leaf, torch.Tensor):
+            try:
+                tensor_to_array(leaf)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{argument_name(path)}: {error}") from None
 
 
 def _tensor(leaf: Any) -> torch.Tensor:
@@ -176,7 +189,8 @@ class Program:
 
     def backward(self, saved: Sequence[torch.Tensor], residuals: Any, cotangents: Sequence[torch.Tensor]) -> Any:
         with enable_x64():
-            found = self._backward(list(map(tensor_to_array, saved)), residuals, list(map(tensor_to_array, cotangents)))
+            given = [tensor_to_array(c.contiguous()) for c in cotangents]
+            found = self._backward(list(map(tensor_to_array, saved)), residuals, given)
             return [array_to_tensor(g) for g in found]
 
     def unflatten(self, outputs: Sequence[torch.Tensor]) -> Any:

@@ -103,6 +103,11 @@ class Walk:
         self._visit(root, None)
         self.key = tuple(self.parts)
 
+    @property
+    def user_code(self) -> types.CodeType | None:
+        """The code of the first function met that is the user's own."""
+        return next((p for p in self.parts if isinstance(p, types.CodeType) and _is_user_code(p)), None)
+
     def describe(self, tensor: torch.Tensor) -> tuple[str, torch.nn.Module | None]:
         """Where a captured tensor was found, and the module that owns it."""
         for found, path, owner in zip(self.tensors, self.paths, self.owners, strict=True):
@@ -186,7 +191,7 @@ class Walk:
             self._visit(f.__dict__[SOURCE], path)
             return
         code = f.__code__
-        user = not code.co_filename.startswith((*_LIBRARIES, *_OWN))
+        user = _is_user_code(code)
         if not user and not f.__closure__ and not f.__defaults__ and not f.__kwdefaults__:
             self.parts.append(Same(f))
             return
@@ -254,6 +259,10 @@ class Walk:
         self._names = outer
 
 
+def _is_user_code(code: types.CodeType) -> bool:
+    return not code.co_filename.startswith((*_LIBRARIES, *_OWN))
+
+
 def path_name(path: Path) -> str:
     """``model.1.running_mean``."""
     parts: list[str] = []
@@ -276,10 +285,7 @@ def _user_methods(cls: Any) -> tuple[types.FunctionType, ...]:
     found = {}
     for base in reversed(cls.__mro__):
         found.update({k: v for k, v in vars(base).items() if isinstance(v, types.FunctionType)})
-    skipped = (*_LIBRARIES, *_OWN)
-    return tuple(
-        f for k, f in sorted(found.items()) if k != "__init__" and not f.__code__.co_filename.startswith(skipped)
-    )
+    return tuple(f for k, f in sorted(found.items()) if k != "__init__" and _is_user_code(f.__code__))
 
 
 class WrittenContainers:
@@ -308,10 +314,20 @@ class Restored:
 
     def __init__(self, holders: list[Any]) -> None:
         self._saved = [(d, dict(d), holder) for holder in holders for d in _dicts(holder)]
+        # Lists that mirror parameters, such as an RNN's flat weights.
+        self._mirrors = [
+            (live, k, v, list(v))
+            for live, before, _ in self._saved
+            for k, v in before.items()
+            if isinstance(v, list) and any(isinstance(x, torch.Tensor) for x in v)
+        ]
 
     def changes(self) -> Iterator[tuple[Any, str, Any, Any]]:
         """(object, attribute, before, after) for every attribute that now holds another tensor; all are put back."""
         changed = []
+        for live, k, mirror, elements in self._mirrors:
+            mirror[:] = elements
+            live[k] = mirror
         for live, before, holder in self._saved:
             for k in [k for k in live if isinstance(live[k], torch.Tensor) and live[k] is not before.get(k)]:
                 changed.append((holder, k, before.get(k), live[k]))

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.experimental.layout import Format, Layout
 
 from .context import Call, running
 from .trees import flatten, to_jax_tree
-from .values import jax_device, jax_dtype
+from .values import jax_device, jax_dtype, tensor_to_array
 from .versions import enable_x64
 
 Body = Callable[..., Any]
@@ -28,7 +29,12 @@ class Trace:
         self.shape: list[Any] = []
         self.moving: list[bool] = []
         where = jax.sharding.SingleDeviceSharding(jax_device(device))
-        self.avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype), sharding=where) for t in inputs]
+        self.avals = [
+            jax.ShapeDtypeStruct(
+                t.shape, jax_dtype(t.dtype), sharding=where if order is None else _format(order, where)
+            )
+            for t, order in zip(inputs, map(memory_order, inputs), strict=True)
+        ]
 
     def position(self, tensor: torch.Tensor) -> int:
         """Which input a captured tensor is."""
@@ -94,6 +100,18 @@ class Trace:
             outputs, _, residuals = lowered.out_info
             pulled = jax.jit(backward).lower([self.avals[i] for i in saved], residuals, outputs)
             return lowered.compile(), saved, self.moving, pulled.compile()
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of the axes in memory that a program has to be compiled for; None for the usual one."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    order = tuple(tensor_to_array(tensor).format.layout.major_to_minor)
+    return None if order == tuple(range(tensor.dim())) else order
+
+
+def _format(order: tuple[int, ...], where: jax.sharding.Sharding) -> Format:
+    return Format(Layout(order), where)
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:

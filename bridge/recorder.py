@@ -78,6 +78,14 @@ def _frames(frame: types.FrameType | None) -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
+class WrittenArgument(TraceError):
+    """The function writes in place to the tensor argument of this number."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"the function writes to its tensor argument {index} in place; clone it first.")
+        self.index = index
+
+
 class _Recorder(ti.TorchDispatchMode):
     """Writes down the ops that depend on an input; runs the others."""
 
@@ -453,7 +461,7 @@ def _graph(
 
     for i, (argument, tensor) in enumerate(zip(arguments, inner, strict=True)):
         if value(argument) != recorder.value(tensor):
-            raise TraceError(f"the function writes to its tensor argument {i} in place; clone the argument first.")
+            raise WrittenArgument(i)
     mutations = []
     for i, (tensor, original) in enumerate(zip(captured.tensors, captured.inputs, strict=True)):
         final = value(captured.stand_ins[id(tensor)])

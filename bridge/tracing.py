@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -19,9 +21,9 @@ from .captures import SOURCE, Restored, Walk, WrittenContainers, hashable
 from .context import Call, current_call
 from .differentiation import Source, TorchFunction
 from .graph import Meta
-from .recorder import TraceError, is_update_of
+from .recorder import TraceError, WrittenArgument, is_update_of
 from .torch2jax_engine import InterpretedFunction, is_interpreted
-from .trees import flatten, to_jax_tree, to_torch_tree, without_rows
+from .trees import argument_name, bound_arguments, flatten, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, tensor_to_array, torch_dtype
 from .versions import enable_x64
 
@@ -167,8 +169,23 @@ class _Traced:
 
         if self.engine == "record":
             source = Source(flat)
-            return TorchFunction(source, metas), unflatten, source
+            try:
+                return TorchFunction(source, metas), unflatten, source
+            except WrittenArgument as error:
+                raise self._written_argument(error.index, treedef, dynamic, statics) from None
         return InterpretedFunction(flat, metas, walk.tensors), unflatten, None
+
+    def _written_argument(self, index: int, treedef: Any, dynamic: list[bool], statics: list[Any]) -> TraceError:
+        number, fixed = itertools.count(), iter(statics)
+        args, kwargs = to_torch_tree(treedef.unflatten([_Number(next(number)) if d else next(fixed) for d in dynamic]))
+        named = jax.tree_util.tree_flatten_with_path(bound_arguments(self.torch_fun, args, kwargs))[0]
+        name = next(argument_name(path) for path, leaf in named if isinstance(leaf, _Number) and leaf.value == index)
+        code = Walk(self.torch_fun).user_code
+        where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+        return TraceError(
+            f"{where}the function writes to its argument {name} in place, but a traced function leaves its inputs "
+            f"as they are. Work on a copy: {name.split('[')[0]}.clone(), or the op that is not in place."
+        )
 
     def _stands_for_tensor(self, leaf: Any) -> bool:
         return self.engine == "torch2jax" and is_interpreted(leaf)
@@ -222,6 +239,13 @@ def _no_place_for_updates(tensor: torch.Tensor, walk: Walk) -> TypeError:
         "or in chunks, where one update per call has no meaning (in BatchNorm it would also mix the examples). Call "
         ".eval() on the module, or use a layer without running statistics (GroupNorm, LayerNorm)."
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Number:
+    """Marks the place of a tensor among the arguments."""
+
+    value: int
 
 
 class _NoBatchStatistics(TorchFunctionMode):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,16 @@ class Rows:
         self.value, self.index = value, index
 
 
-jax.tree_util.register_pytree_node(Rows, lambda r: ((r.value, r.index), None), lambda _, c: Rows(*c))
+class _Unnamed:
+    """A key that leaves no trace in the name of a leaf: users do not know of row numbers."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Rows, lambda r: (((_Unnamed(), r.value), (_Unnamed(), r.index)), None), lambda _, c: Rows(*c)
+)
 
 _JAX_NODES = (list, tuple, type(None), collections.OrderedDict, Dict, Rows, _Container)
 
@@ -128,6 +138,20 @@ def without_rows(tree: Any) -> tuple[Any, Any]:
 
     stripped = jax.tree.map(strip, tree, is_leaf=lambda x: isinstance(x, Rows))
     return stripped, (found[0] if found else None)
+
+
+def bound_arguments(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by parameter name, for messages."""
+    try:
+        return dict(inspect.signature(fun).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+
+
+def argument_name(path: tuple[Any, ...]) -> str:
+    """``params['w']`` for the path of a leaf of :func:`bound_arguments`."""
+    first, *rest = path
+    return str(getattr(first, "key", first)) + jax.tree_util.keystr(tuple(rest))
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:

@@ -191,7 +191,7 @@ def _common_rows(leaves: list[jax.Array], axes: list[int], names: list[str], lab
         )
     rows = [leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True)]
     if len(set(rows)) > 1:
-        shown = ", ".join(f"{n} has {r} (axis {a})" for n, r, a in zip(names, rows, axes, strict=True))
+        shown = ", ".join(dict.fromkeys(f"{n} has {r} (axis {a})" for n, r, a in zip(names, rows, axes, strict=True)))
         raise ValueError(
             f"batch arguments must have the same number of rows: {shown}. Cut them to one length, or set the axis that "
             "holds the batch."

@@ -72,7 +72,7 @@ def _checked_loss(output: Any, has_aux: bool) -> tuple[Any, Any]:
     if shape:
         raise TypeError(
             f"fun must return a scalar loss for each example, got shape {shape}. Reduce it, for instance with "
-            "jnp.mean, or drop the batch axis with keep_batch_dim=False."
+            "a mean, or drop the batch axis with keep_batch_dim=False."
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"fun must return a real floating-point loss, got {jnp.dtype(dtype).name}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 
 from .. import jax_impl
 from ..bridge import as_torch, lift
+from ..bridge.captures import SOURCE
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import Rows, flatten, to_jax_tree
 from ..jax_impl import AccumulationType, weighted_mean
@@ -304,7 +306,7 @@ def micro_grad(
         args, kwargs = _number_rows(traced, batched, [0] * len(batched), args, kwargs)
         return jax_impl.micro_grad(loss, num_real_microbatches=num_real, **options)(*args, **kwargs)
 
-    compiled: Any = as_torch(run, recompute=True)
+    compiled: Any = as_torch(_signed(run, fun), recompute=True)
 
     @functools.wraps(fun.forward if isinstance(fun, torch.nn.Module) else fun)
     def grads_of(*args: Any, **kwargs: Any) -> tuple[Any, jax_impl.Aux]:
@@ -351,7 +353,7 @@ def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> N
 
 
 def _finish(run: Fun, fun: Fun, num_real: Any) -> Fun:
-    compiled: Any = as_torch(run)
+    compiled: Any = as_torch(_signed(run, fun))
 
     @functools.wraps(fun.forward if isinstance(fun, torch.nn.Module) else fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -359,6 +361,16 @@ def _finish(run: Fun, fun: Fun, num_real: Any) -> Fun:
 
     wrapped.compiled = lambda *args, **kwargs: compiled.compiled(num_real, *args, **kwargs)  # type: ignore[attr-defined]
     return wrapped
+
+
+def _signed(run: Fun, fun: Fun) -> Fun:
+    """Give ``run`` the parameters of ``fun`` in the place of ``*args, **kwargs``, so that messages can name them."""
+    own = [p for p in inspect.signature(run).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    with contextlib.suppress(TypeError, ValueError):
+        users = inspect.signature(fun.forward if isinstance(fun, torch.nn.Module) else fun).parameters.values()
+        positional = [p.replace(kind=p.POSITIONAL_ONLY) for p in own]
+        run.__signature__ = inspect.Signature([*positional, *users])  # type: ignore[attr-defined]
+    return run
 
 
 def _host(num_real: Any) -> Any:
@@ -399,6 +411,8 @@ def _replace(fun: Fun, target: int | str, args: Any, kwargs: Any, change: Fun) -
 
 def _number_rows(fun: Fun, targets: Sequence[int | str], axes: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Attach the row numbers to one batch argument, so that random draws can tell rows apart; ``axes`` is updated."""
+    if SOURCE not in getattr(fun, "__dict__", {}):  # written in JAX: its keys are arguments
+        return args, kwargs
     for i, (target, axis) in enumerate(zip(targets, axes, strict=False)):
         place = _place(fun, target, args, kwargs)
         if axis is None or place is None:
