@@ -24,7 +24,7 @@ help:
 	@echo "make clean   remove build results and caches (the environment stays)"
 
 demo: $(STAMPS)/examples
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/private_digits.py
 
 test: $(STAMPS)/test $(STAMPS)/examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)

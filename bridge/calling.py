@@ -19,7 +19,7 @@ from .captures import Walk, forked_child, hashable, written_count
 from .compilation import Body, Trace, common_device, is_differentiable, jax_cotangents, memory_order
 from .context import current_call, running
 from .trees import argument_name, bound_arguments, flatten, to_jax_tree, to_torch_tree
-from .values import array_to_tensor, tensor_to_array
+from .values import array_to_tensor, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
 
 _CACHE_SIZE = 256
@@ -121,9 +121,10 @@ def _warn_of_many(walk: Walk) -> None:
         return
     _COMPILED[code] += 1
     if _COMPILED[code] == _MANY:
+        where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         warnings.warn(
-            f"{code.co_name} ({code.co_filename}:{code.co_firstlineno}) has been compiled {_MANY} times: shapes, static "
-            "arguments or captured Python values change between calls. Pass numbers that change as 0-d tensors, and keep shapes fixed (pad the last batch).",
+            f"{where} has been compiled {_MANY} times: shapes, static arguments or captured Python values change "
+            "between calls. Pass numbers that change as 0-d tensors, and keep shapes fixed (pad the last batch).",
             stacklevel=4,
         )
 
@@ -180,7 +181,7 @@ class Program:
     def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Outputs and residuals; buffers are updated."""
         with enable_x64():
-            outputs, updates, residuals = self._compiled(key, *map(tensor_to_array, tensors))
+            outputs, updates, residuals = self._compiled(key, *tensors_to_arguments(tensors))
             made = [array_to_tensor(o) for o in outputs]
             with torch.no_grad():
                 for i, value in zip(self.mutated, updates, strict=True):

@@ -106,7 +106,8 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The order of the axes in memory that a program has to be compiled for; None for the usual one."""
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return None
-    order = tuple(tensor_to_array(tensor).format.layout.major_to_minor)
+    array: Any = tensor_to_array(tensor)
+    order = tuple(array.format.layout.major_to_minor)
     return None if order == tuple(range(tensor.dim())) else order
 
 
