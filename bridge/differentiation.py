@@ -127,7 +127,8 @@ class TorchFunction:
 
 def _with_captured(fun: Any, count: int, captured: Sequence[torch.Tensor], *inputs: torch.Tensor) -> Any:
     """Call ``fun`` with the captured tensors replaced by inputs."""
-    with ti.Substitution(dict(zip(map(id, captured), inputs[count:], strict=True))):
+    substitution = ti.Substitution(dict(zip(map(id, captured), inputs[count:], strict=True)))
+    with substitution, ti.entering_functorch(substitution.swap):
         return fun(*inputs[:count])
 
 

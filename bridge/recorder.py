@@ -133,10 +133,14 @@ class _Recorder(ti.TorchDispatchMode):
         if func is aten._efficientzerotensor.default:  # a zero without storage: JAX has no such thing
             func, kwargs = aten.zeros.default, {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if not random and not any(id(t) in self.where for t in tensors):
+        if not random and not any(id(t) in self.where or t.requires_grad for t in tensors):
             context = self.fake if any(isinstance(t, ti.FakeTensor) for t in tensors) else contextlib.nullcontext()
             with ti.no_dispatch(), context:
                 return func(*args, **kwargs)
+        if any(t.requires_grad for t in tensors if self.is_constant(t)):
+            raise TraceError(
+                f"{user_line()}: {func} reads a captured tensor that could not be made an input; pass it in."
+            )
         self._refuse_values(func, kwargs)
         if func in _ALIASES:
             return self._alias(args[0])
@@ -144,6 +148,11 @@ class _Recorder(ti.TorchDispatchMode):
             return tuple(args[0].shape) == tuple(args[1].shape)
         if func in (aten._linalg_check_errors.default, aten._assert_async.msg, aten._assert_async.default):
             return None
+        if func is aten.as_strided.default and not args[0].is_contiguous():
+            raise TraceError(
+                f"{user_line()}: as_strided on a tensor that is not contiguous reads memory that XLA does not lay out "
+                "that way; call .contiguous() first, or index the tensor."
+            )
         if func.overloadpacket in _INDEXING:
             args = (args[0], self._index(args[1]), *args[2:])
         decomposed = self._decompose(func, args, kwargs, random)
@@ -309,6 +318,9 @@ class _Interception(TorchFunctionMode):
             )
         if func in _VALUE_METHODS:
             return self._constant_value(func, *args, **kwargs)
+        if func is torch.autograd.grad:
+            with ti.function_modes_in_backward(), self:
+                return func(*args, **kwargs)
         return REPLACEMENTS.get(func, func)(*args, **kwargs)
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -404,7 +416,8 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any) -> tuple[Graph, li
         arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
         for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
             captured.add(tensor, recorder, differentiable)
-        with _Interception(recorder, captured) as interception, captured:
+        interception = _Interception(recorder, captured)
+        with interception, captured, ti.entering_functorch(interception.stand_in):
             outputs = [_functional(interception.stand_in(o)) for o in fun(*arguments)]
             differentiable = [o.requires_grad for o in outputs]
             cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]

@@ -8,7 +8,7 @@ fails with one sentence instead of deep inside a trace.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 try:
     from torch._C._functorch import is_functorch_wrapped_tensor
     from torch._decomp import core_aten_decompositions, decomposition_table
+    from torch._functorch import eager_transforms
+    from torch._functorch import vmap as functorch_vmap
     from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._higher_order_ops import effects
@@ -54,7 +56,9 @@ __all__ = [
     "compiling",
     "core_aten_decompositions",
     "decomposition_table",
+    "entering_functorch",
     "from_fun",
+    "function_modes_in_backward",
     "is_functorch_wrapped_tensor",
     "no_dispatch",
     "plain_kernels",
@@ -71,10 +75,40 @@ class Substitution(TorchFunctionMode):
         super().__init__()
         self.replacements = replacements
 
+    def swap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor to be seen in the place of another."""
+        return self.replacements.get(id(tensor), tensor)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        swap = lambda t: self.replacements.get(id(t), t)
-        args, kwargs = torch_pytree.tree_map_only(torch.Tensor, swap, (args, kwargs or {}))
+        args, kwargs = torch_pytree.tree_map_only(torch.Tensor, self.swap, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def entering_functorch(swap: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """``torch.func`` wraps its inputs without asking a function mode: let it wrap what ``swap`` gives for them."""
+    wrap, add = eager_transforms._wrap_for_grad, functorch_vmap._add_batch_dim
+    eager_transforms._wrap_for_grad = lambda tensor, level: wrap(swap(tensor), level)
+    functorch_vmap._add_batch_dim = lambda tensor, dim, level: add(swap(tensor), dim, level)
+    try:
+        yield
+    finally:
+        eager_transforms._wrap_for_grad, functorch_vmap._add_batch_dim = wrap, add
+
+
+@contextlib.contextmanager
+def function_modes_in_backward() -> Iterator[None]:
+    """Let ``torch.autograd.grad`` run under the function modes that are active.
+
+    It hands itself to the innermost mode, which is off while it is served: Python that runs inside the backward pass
+    (hooks, a user's backward, a checkpoint's second forward pass) would then not be seen.
+    """
+    original = torch.autograd.has_torch_function
+    torch.autograd.has_torch_function = lambda _: False
+    try:
+        yield
+    finally:
+        torch.autograd.has_torch_function = original
 
 
 @contextlib.contextmanager

@@ -220,7 +220,7 @@ def plot(rows: Sequence[Row], floor: int, output: Path) -> None:
     axes.loglog(sizes, kilobytes, "o-")
     for level, style, text, left in (
         (all_of_them, "C3:", f"the gradients of all {rows[-1].size} examples", True),
-        (one, "C7--", "floor: one gradient, the running sum", False),
+        (one, "C7--", "floor: one gradient", False),
     ):
         axes.axhline(level, color=style[:2], ls=style[2:])
         place = {"x": 0.02, "ha": "left"} if left else {"x": 0.98, "ha": "right"}

@@ -164,9 +164,9 @@ def weighted_mean() -> Accumulator:
 
 def _weighted(value: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
     """``value * weight``, and 0 where the weight is, whatever the value."""
-    return jnp.where(weight != 0, value.astype(dtype), 0) * weight.astype(jnp.finfo(dtype).dtype)
+    return jnp.where(weight.astype(bool), value.astype(dtype), 0) * weight.astype(jnp.finfo(dtype).dtype)
 
 
 def _ratio(total: PyTree, weight: jax.Array) -> PyTree:
     """``total / weight``, and 0 where the weight is."""
-    return jax.tree.map(lambda t: t / jnp.where(weight != 0, weight, 1).astype(t.real.dtype), total)
+    return jax.tree.map(lambda t: t / jnp.where(weight.astype(bool), weight, 1).astype(t.real.dtype), total)

@@ -231,7 +231,7 @@ def _guarded(closed: ClosedJaxpr, pairs: list[tuple[list[int], int]]) -> Callabl
     def masked(moved: Sequence[int], *flat: Any) -> list[jax.Array]:
         outs = plain(*flat)
         for values, weight in pairs:
-            alive = jax.lax.stop_gradient(outs[weight]) != 0
+            alive = jax.lax.stop_gradient(outs[weight]).astype(bool)
             if alive.shape:
                 continue  # refused with a message once the accumulators meet the output
             kept = list(flat)

@@ -158,7 +158,11 @@ def _mean(plan: Plan, out: Output, per_example: bool) -> Accumulator:
         value = value.astype(dtype)
         return carry + (value * plan.rows_of(index) if plan.left and not per_example else value)
 
-    return dataclasses.replace(total, update=update, finalize=lambda carry: (carry / count).astype(out.dtype))
+    return dataclasses.replace(
+        total,
+        update=update,
+        finalize=lambda carry: (carry / jnp.asarray(count, jnp.finfo(dtype).dtype)).astype(out.dtype),
+    )
 
 
 def _running_mean(plan: Plan, out: Output, per_example: bool) -> Accumulator:

@@ -199,13 +199,13 @@ def test_accumulators_of_ones_own(partition):
     assert_same(slope, jax.grad(lambda x: x.max(0).sum())(x), exact=True)
 
 
-def token_loss(w, x, labels):
-    used = labels >= 0
-    losses = jnp.tanh(x @ w).sum(-1) * used  # a product: unlike where, it lets the NaN of 0/0 through backwards
-    return losses.sum() / used.sum(), used.sum()  # 0/0 without labels
+def token_loss(w, x, mask):
+    """A product with a float mask: unlike where, it lets the NaN of 0/0 through when differentiated."""
+    return (jnp.tanh(x @ w).sum(-1) * mask).sum() / mask.sum(), mask.sum()
 
 
-LABELS = jnp.array([1, -1, -1, 2, -1, -1, 0])  # strided by 2: rows 1 and 4 hold none, contiguous: rows 4 and 5
+# Strided by 2, the rows 1 and 4 share a microbatch and count nothing, contiguously the rows 4 and 5.
+MASK = jnp.array([1.0, 0, 0, 2, 0, 0, 1])
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
@@ -213,8 +213,8 @@ LABELS = jnp.array([1, -1, -1, 2, -1, -1, 0])  # strided by 2: rows 1 and 4 hold
 def test_weighted_mean(partition, size):
     w, x = data(3, 2), data(7, 3, seed=1)
     fun = microbatch(token_loss, (1, 2), size, weighted_mean(), remainder="run", partition=partition)
-    assert_same(fun(w, x, LABELS), token_loss(w, x, LABELS))
-    first, plain = (lambda w, x, f=f: f(w, x, LABELS)[0] for f in (fun, token_loss))
+    assert_same(fun(w, x, MASK), token_loss(w, x, MASK))
+    first, plain = (lambda w, x, f=f: f(w, x, MASK)[0] for f in (fun, token_loss))
     assert_same(jax.jit(jax.grad(first, (0, 1)))(w, x), jax.grad(plain, (0, 1))(w, x))
     if size == 2:  # higher orders and forward mode
         assert_same(jax.jit(jax.hessian(first))(w, x), jax.hessian(plain)(w, x))
@@ -227,14 +227,14 @@ def test_weighted_mean_of_examples(vmap_fn):
     fun = micro_vmap(
         token_loss, (None, 0, 0), microbatch_size=2, accumulator=weighted_mean(), remainder="run", vmap_fn=vmap_fn
     )
-    assert_same(fun(w, x, LABELS), token_loss(w, x, LABELS))
-    actual = jax.grad(lambda w: fun(w, x, LABELS)[0])(w)
-    assert_same(actual, jax.grad(lambda w: token_loss(w, x, LABELS)[0])(w))
+    assert_same(fun(w, x, MASK), token_loss(w, x, MASK))
+    actual = jax.grad(lambda w: fun(w, x, MASK)[0])(w)
+    assert_same(actual, jax.grad(lambda w: token_loss(w, x, MASK)[0])(w))
 
 
 def test_weighted_mean_of_nothing_is_zero():
     x = data(4, 3)
-    fun = lambda w: microbatch(token_loss, (1, 2), 2, weighted_mean())(w, x, jnp.full(4, -1))
+    fun = lambda w: microbatch(token_loss, (1, 2), 2, weighted_mean())(w, x, jnp.zeros(4))
     (value, weight), slope = fun(jnp.ones((3, 2))), jax.grad(lambda w: fun(w)[0])(jnp.ones((3, 2)))
     assert (value, weight, abs(slope).max()) == (0, 0, 0)
 
@@ -242,19 +242,19 @@ def test_weighted_mean_of_nothing_is_zero():
 def test_weighted_mean_beside_other_accumulators():
     w, x = data(3, 2), data(6, 3, seed=1)
 
-    def fun(w, x, labels):
+    def fun(w, x, mask):
         return {
-            "loss": token_loss(w, x, labels),
+            "loss": token_loss(w, x, mask),
             "rows": jnp.tanh(x @ w),
             "grads": (({"w": w * x.mean()},), x[0, 0] > 9),
         }
 
     how = {"loss": weighted_mean(), "rows": CONCAT, "grads": weighted_mean()}
     run = microbatch(fun, (1, 2), 2, how)
-    out = run(w, x, LABELS[:6])
-    assert_same((out["loss"], out["rows"]), (token_loss(w, x, LABELS[:6]), jnp.tanh(x @ w)))
+    out = run(w, x, MASK[:6])
+    assert_same((out["loss"], out["rows"]), (token_loss(w, x, MASK[:6]), jnp.tanh(x @ w)))
     assert_same(out["grads"], (({"w": 0 * w},), jnp.int32(0)))
-    both = lambda f: lambda w: (lambda out: out["loss"][0] + out["rows"].sum())(f(w, x, LABELS[:6]))
+    both = lambda f: lambda w: (lambda out: out["loss"][0] + out["rows"].sum())(f(w, x, MASK[:6]))
     assert_same(jax.grad(both(run))(w), jax.grad(both(fun))(w))
 
 

@@ -69,6 +69,17 @@ def test_custom_derivatives_survive():
     assert_same(jax.grad(lambda w, x: pair(w, x)[0], (0, 1))(w, x), (2 * w, 1.5 * x))
 
 
+def test_needs_no_implicit_promotion():
+    fun = lambda x: (x.sum(), x.mean(), x.mean(), x, (x.mean(), x[0, 0] > 0))
+    how = (SUM, MEAN, RUNNING_MEAN, CONCAT, weighted_mean())
+    x = data(5, 2)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for dtype in (jnp.float32, jnp.bfloat16):
+            run = jax.jit(lambda x, n: microbatch(fun, 0, 2, how, remainder="run", num_real_microbatches=n)(x))
+            assert_same(run(x.astype(dtype), 3)[3], x.astype(dtype), exact=True)
+        assert_same(micro_vmap(lambda row: (row, row[0] > 0), accumulator=weighted_mean())(x)[1], (x[:, 0] > 0).sum())
+
+
 def test_traces_once():
     traces = []
 

@@ -20,7 +20,6 @@ _FILES = ("backward", "complex", "convolution", "elementwise", "indexing", "line
 
 # Lowerings of torchax that give wrong numbers, frozen draws or do not compile, and whose decomposition is right.
 _WRONG_IN_TORCHAX = {
-    "aten.as_strided",
     "aten.cauchy_",
     "aten.embedding_dense_backward",
     "aten.exponential_",

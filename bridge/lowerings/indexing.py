@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ._registry import lowering
@@ -47,6 +48,29 @@ def _mask_put(x: Array, indices: Any, value: Array, accumulate: bool) -> Array:
 def put(x: Array, indices: Array, value: Array, accumulate: bool = False) -> Array:
     at, value = x.reshape(-1).at[indices.reshape(-1)], value.reshape(-1)
     return (at.add(value) if accumulate else at.set(value)).reshape(x.shape)
+
+
+@lowering("aten.as_strided", "aten.as_strided_copy")
+def as_strided(x: Array, size: Any, stride: Any, storage_offset: int | None = None) -> Array:
+    """Of a contiguous tensor (the recorder refuses others): a gather from its elements in order."""
+    where = np.full((), storage_offset or 0)
+    for length, step in zip(size, stride, strict=True):
+        where = where[..., None] + np.arange(length) * step
+    return x.reshape(-1)[where]
+
+
+@lowering("aten.scatter.src", "aten.scatter.value")
+def scatter(x: Array, dim: int, indices: Array, source: Any) -> Array:
+    """torchax writes values of another dtype, which JAX is about to refuse."""
+    if x.ndim == 0:
+        return jnp.broadcast_to(jnp.asarray(source, x.dtype), x.shape) if indices.size else x
+    where: list[Any] = list(jnp.indices(indices.shape, sparse=True))
+    where[dim] = indices
+    if not isinstance(source, jax.Array):
+        return x.at[tuple(where)].set(jnp.asarray(source, x.dtype))
+    if source.ndim:
+        source = source[tuple(slice(n) for n in indices.shape)]
+    return x.at[tuple(where)].set(source.astype(x.dtype))
 
 
 @lowering("aten.slice_scatter")
