@@ -78,6 +78,14 @@ def _frames(frame: types.FrameType | None) -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
+class _Functionalisation(ti.FunctionalTensorMode):
+    """torch's, out of sight of function modes: what runs in it is torch's own, not the user's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class WrittenArgument(TraceError):
     """The function writes in place to the tensor argument of this number."""
 
@@ -324,17 +332,19 @@ class _Interception(TorchFunctionMode):
         return REPLACEMENTS.get(func, func)(*args, **kwargs)
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, (ti.FunctionalTensor, ti.FakeTensor)) or ti.is_functorch_wrapped_tensor(tensor):
-            return tensor
-        known = self.captured.stand_ins.get(id(tensor))
-        if known is not None:
-            return known
-        if id(tensor) in self.recorder.where or torch._is_functional_tensor(tensor):
-            return tensor
-        _check_supported(tensor)
-        with torch._C.DisableTorchFunction(), ti.temporarily_clear_interpreter_stack():
-            self.captured.tensors.append(tensor)
-            return self.captured.add(tensor, self.recorder, tensor.requires_grad)
+        """What the function is to see in the place of a tensor: another one if it was not made inside."""
+        with torch._C.DisableTorchFunction():  # also called from where this mode is active
+            if isinstance(tensor, (ti.FunctionalTensor, ti.FakeTensor)) or ti.is_functorch_wrapped_tensor(tensor):
+                return tensor
+            known = self.captured.stand_ins.get(id(tensor))
+            if known is not None:
+                return known
+            if id(tensor) in self.recorder.where or torch._is_functional_tensor(tensor):
+                return tensor
+            _check_supported(tensor)
+            with ti.temporarily_clear_interpreter_stack():
+                self.captured.tensors.append(tensor)
+                return self.captured.add(tensor, self.recorder, tensor.requires_grad)
 
     def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -412,7 +422,7 @@ def _unchanged_generators() -> Iterator[None]:
 def _record_once(fun: Any, metas: Any, need: Any, known: Any) -> tuple[Graph, list[torch.Tensor]]:
     recorder, captured = _Recorder(), Captured(known)
     inner = [recorder.input(meta) for meta in metas]
-    with _unchanged_generators(), ti.plain_kernels(), torch.enable_grad(), recorder, ti.FunctionalTensorMode():
+    with _unchanged_generators(), ti.plain_kernels(), torch.enable_grad(), recorder, _Functionalisation():
         arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
         for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
             captured.add(tensor, recorder, differentiable)
