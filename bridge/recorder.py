@@ -216,6 +216,9 @@ class _Recorder(ti.TorchDispatchMode):
                 f"{user_line()}: the shape of the result of {func.overloadpacket} depends on values, which a compiled "
                 "program cannot express. Keep the shape fixed: a mask with torch.where, or a weighted sum."
             ) from None
+        except Exception as error:
+            error.add_note(f"while microtome traced {user_line()}")
+            raise
         outs = ti.torch_pytree.tree_leaves(out)
         leaves, spec = ti.torch_pytree.tree_flatten((args, kwargs))
         values = tuple(self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)

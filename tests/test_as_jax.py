@@ -1,0 +1,255 @@
+"""``as_jax``: derivatives of every order, captured tensors, randomness, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from microtome.bridge import as_jax, as_torch, to_jax, to_torch
+from microtome.bridge.versions import enable_x64
+
+
+class _Cube(torch.autograd.Function):
+    """A backward pass of its own, which is not the derivative of the value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 7 * x**2 * g
+
+
+def _no_grad(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        w = x * 2
+    return (x * w * x).sum()
+
+
+SMOOTH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tanh": lambda x: torch.tanh(x).pow(2).sum(),
+    "detach": lambda x: ((x * x).detach() * x.sin()).sum(),
+    "no_grad": _no_grad,
+    "own backward": lambda x: _Cube.apply(x).sum(),
+    "matmul": lambda x: (x[:, None] @ x[None]).softmax(-1).pow(3).sum(),
+    "norm": lambda x: x.norm() + torch.linalg.vector_norm(x, 3),
+    "views": lambda x: (lambda y: (y.view(-1).mul_(2), y.t().add_(x), y)[-1])(x.clone()).pow(3).sum(),
+    "inner gradient": lambda x: torch.func.grad(lambda z: z.sin().sum())(x).pow(2).sum(),
+}
+
+
+def _nested(fun: Any, x: torch.Tensor, order: int) -> torch.Tensor:
+    """grad of (sum of grad of ...), by torch."""
+    x = x.clone().requires_grad_()
+    value = fun(x)
+    for _ in range(order):
+        (g,) = torch.autograd.grad(value, x, create_graph=True, allow_unused=True) if value.requires_grad else (None,)
+        value = torch.zeros(()) if g is None else g.sum()
+        result = torch.zeros_like(x) if g is None else g
+    return result.detach()
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_reverse_mode_of_any_order_is_that_of_torch(name: str, order: int) -> None:
+    x = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
+    fun = as_jax(SMOOTH[name])
+    derivative: Any = fun
+    for _ in range(order):
+        inner = derivative
+        derivative = jax.grad(lambda x, inner=inner: jnp.sum(inner(x)))
+    with enable_x64():
+        got = to_torch(jax.jit(derivative)(to_jax(x)))
+    torch.testing.assert_close(got, _nested(SMOOTH[name], x, order), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_forward_mode_agrees_with_reverse_mode(name: str) -> None:
+    fun, x = as_jax(SMOOTH[name]), jnp.array([0.3, -0.7, 1.1])
+    tangent = jnp.array([1.0, -2.0, 0.5])
+    gradient = jax.grad(fun)(x)
+    _, pushed = jax.jvp(fun, (x,), (tangent,))
+    np.testing.assert_allclose(pushed, gradient @ tangent, rtol=2e-5)
+    forward_over_reverse = jax.jacfwd(jax.grad(fun))(x)
+    reverse_over_reverse = jax.jacrev(jax.grad(fun))(x)
+    np.testing.assert_allclose(forward_over_reverse, reverse_over_reverse, rtol=2e-5, atol=1e-6)
+    _, linear = jax.linearize(fun, x)
+    np.testing.assert_allclose(linear(tangent), pushed, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_maps_over_examples_inside_and_outside_of_derivatives(name: str) -> None:
+    fun = as_jax(SMOOTH[name])
+    rows = jnp.array([[0.3, -0.7, 1.1], [0.9, 0.2, -0.4]])
+    expected = jnp.stack([jax.grad(fun)(row) for row in rows])
+    np.testing.assert_allclose(jax.vmap(jax.grad(fun))(rows), expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda r: jax.vmap(fun)(r).sum())(rows), expected, rtol=2e-5, atol=1e-6)
+    scanned = jax.lax.scan(lambda c, row: (c + fun(row), jax.checkpoint(jax.grad(fun))(row)), jnp.float32(0), rows)[1]
+    np.testing.assert_allclose(scanned, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_gradient_of_a_shared_argument_sums_over_the_mapped_rows() -> None:
+    fun = as_jax(lambda w, x: torch.tanh(w @ x).sum())
+    w, rows = jnp.arange(6.0).reshape(2, 3) / 6, jnp.arange(12.0).reshape(3, 4)[:, 1:] / 12
+    got = jax.grad(lambda w: jax.vmap(fun, (None, 1))(w, rows.T).sum())(w)
+    expected = sum(jax.grad(fun)(w, x) for x in rows)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16, torch.bool, torch.complex128])
+def test_dtypes_keep_their_width_and_the_setting_of_jax_stays(dtype: torch.dtype) -> None:
+    x = torch.ones(3).to(dtype)
+    got = as_jax(lambda t: t.clone())(to_jax(x))
+    assert to_torch(got).dtype == dtype
+    assert not jax.config.jax_enable_x64
+
+
+def test_results_have_the_dtypes_of_torch() -> None:
+    x = torch.tensor([1, 2, 3], dtype=torch.int32)
+    for fun in (
+        lambda t: t.argmax(),
+        lambda t: t.sum(),
+        lambda t: (t > 1).sum(),
+        lambda t: t.cumsum(0),
+        lambda t: t / 2,
+        lambda t: t * 2.5,
+        lambda t: t.half() * 2.5,
+        lambda t: F.one_hot(t.long(), 4),
+    ):
+        assert as_torch(as_jax(fun))(x).dtype == fun(x).dtype
+
+
+def test_structures_and_static_values_pass_through() -> None:
+    def fun(batch: dict[str, torch.Tensor], *, scale: float = 1.0, mask: None = None) -> dict[str, Any]:
+        h = batch["x"] * scale
+        return {"z": h, "a": (h.sum(), mask), "name": "ok", "n": 3}
+
+    out = as_jax(fun)({"x": jnp.ones(2)}, scale=3.0)
+    assert list(out) == ["z", "a", "name", "n"]
+    assert out["a"][1] is None
+    assert out["name"] == "ok"
+    assert float(out["a"][0]) == 6
+
+
+def test_randomness_follows_the_key() -> None:
+    fun = as_jax(lambda x: F.dropout(x, 0.5))
+    x = jnp.ones(256)
+    with pytest.raises(ValueError, match=r"pass key=jax\.random\.key"):
+        fun(x)
+    one, two = fun(x, key=jax.random.key(0)), fun(x, key=jax.random.key(1))
+    assert not jnp.array_equal(one, two)
+    assert jnp.array_equal(one, fun(x, key=jax.random.key(0)))
+    assert set(np.unique(one)) == {0.0, 2.0}
+    keys = jax.random.split(jax.random.key(2), 4)
+    rows = jax.vmap(lambda k: fun(x, key=k))(keys)
+    assert len({tuple(np.asarray(row)) for row in rows}) == 4
+
+
+def test_a_checkpoint_repeats_its_draws() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    fun = as_jax(lambda x: checkpoint(lambda t: F.dropout(t, 0.5) * t, x, use_reentrant=False).sum())
+    x = jnp.full(64, 3.0)
+    value, gradient = jax.value_and_grad(fun)(x, key=jax.random.key(0))
+    np.testing.assert_allclose(value, (gradient * x / 2).sum(), rtol=1e-6)  # d(m·x²)/dx = 2·m·x for one mask m
+
+
+def _branch(x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def _python_random(x: torch.Tensor) -> torch.Tensor:
+    return x * random.random()
+
+
+def _numpy_random(x: torch.Tensor) -> torch.Tensor:
+    return x * float(np.random.rand())  # noqa: NPY002
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "branch": (_branch, "torch.where"),
+    "item": (lambda x: x * x.sum().item(), "torch.where"),
+    "float": (lambda x: x * float(x[0]), "torch.where"),
+    "while": (lambda x: [x for _ in range(int(x.sum()))], "torch.where"),
+    "numpy": (lambda x: x * float(x.detach().numpy().max()), "numpy"),
+    "tolist": (lambda x: x * x.tolist()[0], "torch.where"),
+    "mask": (lambda x: x[x > 1].sum(), "shape"),
+    "nonzero": (lambda x: x.nonzero(), "shape"),
+    "backward": (lambda x: (x * 2).sum().backward(), "autograd.grad"),
+    "generator": (lambda x: x + torch.rand(2, generator=torch.Generator()), "generator"),
+    "in-place write": (lambda x: x.add_(1), "in place"),
+    "in-place write through a view": (lambda x: x[0].zero_(), "in place"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_program_cannot_express_is_refused_with_the_line(name: str) -> None:
+    fun, words = REFUSED[name]
+    with pytest.raises(TypeError, match=rf"test_as_jax\.py:\d+(.|\n)*{words}"):
+        as_jax(fun)(jnp.array([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("fun", [_python_random, _numpy_random])
+def test_python_random_numbers_are_never_frozen(fun: Any) -> None:
+    with pytest.raises(TypeError, match="generator"):
+        as_jax(fun)(jnp.ones(2))
+
+
+def test_errors_of_torch_itself_pass_through_with_the_line() -> None:
+    with pytest.raises(RuntimeError, match="same reduction dim") as caught:
+        as_jax(lambda x: x.reshape(1, 3) @ x.reshape(1, 3))(jnp.ones(3))
+    assert "test_as_jax.py:" in caught.value.__notes__[0]
+
+
+def test_unknown_engine() -> None:
+    with pytest.raises(ValueError, match='"record" or "torch2jax"'):
+        as_jax(torch.sin, engine="other")  # type: ignore[arg-type]
+
+
+def test_the_second_engine_agrees_and_refuses_by_name() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    x = torch.randn(3, 4)
+    results = []
+    for engine in ("record", "torch2jax"):
+        module.zero_grad()
+        out = as_torch(as_jax(module, engine=engine))(x)
+        out.pow(2).sum().backward()
+        results.append([out.detach(), *(p.grad.clone() for p in module.parameters())])
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two)
+    with pytest.raises(TypeError, match=r'test_as_jax\.py:\d+: engine="torch2jax"'):
+        as_jax(lambda x: torch.special.i0(x), engine="torch2jax")(jnp.ones(2))
+
+
+def test_constants_made_inside() -> None:
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        a = torch.arange(3, device=x.device) + torch.zeros(3)
+        return x * a + x.new_ones(3) + torch.tensor([1.0, 2.0, 3.0]).to(x) + torch.full((3,), 2.0, device="cpu")
+
+    assert as_jax(fun)(jnp.ones(3)).tolist() == [4.0, 6.0, 8.0]
+
+
+def test_ties_and_zeros_have_the_subgradients_of_torch() -> None:
+    for fun, x in (
+        (lambda t: t.max(0).values, [2.0, 2.0, 1.0]),
+        (lambda t: t.clamp(-1, 1).sum(), [-1.0, 0.0, 1.0]),
+        (lambda t: t.norm(), [0.0, 0.0, 0.0]),
+        (lambda t: t.abs().sum(), [0.0, 0.0, 1.0]),
+        (lambda t: t.amax(), [2.0, 2.0, 1.0]),
+        (lambda t: F.relu(t).sum(), [0.0, -1.0, 1.0]),
+    ):
+        leaf = torch.tensor(x, requires_grad=True)
+        fun(leaf).backward()
+        np.testing.assert_array_equal(jax.grad(as_jax(fun))(jnp.array(x)), leaf.grad.numpy())

@@ -1,0 +1,421 @@
+"""``as_torch``: caching, autograd, structures, layouts, lifetime of tensors."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import threading
+import warnings
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from microtome.bridge import as_jax, as_torch, jax_function, lift
+
+traces: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+    traces.clear()
+
+
+def _through(fun: Any) -> Any:
+    return as_torch(as_jax(fun))
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+# Caching and freshness
+
+
+def test_a_training_loop_traces_in_its_first_step_only() -> None:
+    model, x = _model(), torch.randn(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = _through(lambda x: (traces.append(1), model(x).pow(2).mean())[1])(x)
+        torch.testing.assert_close(loss, model(x).pow(2).mean())
+        loss.backward()
+        grad = model[0].weight.grad.clone()
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        torch.testing.assert_close(grad, model[0].weight.grad)
+        optimizer.step()
+        if step == 0:
+            first = len(traces)
+    assert len(traces) == first
+
+
+def test_two_lengths_compile_twice_whatever_the_order() -> None:
+    for i in range(12):
+        _through(lambda v: (traces.append(1), v.sum())[1])(torch.randn(7 if i % 3 == 2 else 32, 4))
+    assert len(traces) == 2
+
+
+SCALE = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("change", ["in place", "data", "rebound", "frozen", "mode"])
+def test_captured_tensors_are_never_stale(change: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
+    call, x = _through(module), torch.randn(2, 3)
+    torch.testing.assert_close(call(x), module(x))
+    if change == "in place":
+        with torch.no_grad():
+            module[0].weight.add_(1)
+    elif change == "data":
+        module[0].weight.data.mul_(3)
+    elif change == "rebound":
+        module[0].weight = nn.Parameter(torch.ones(3, 3))
+    elif change == "frozen":
+        module[0].weight.requires_grad_(False)
+        call(x).sum().backward()
+        assert module[0].weight.grad is None
+        assert module[0].bias.grad is not None
+    else:
+        module.train()
+        assert not torch.equal(call(torch.ones(2, 3)), call(torch.ones(2, 3)))
+        module.eval()
+    torch.testing.assert_close(call(x), module(x))
+
+
+def test_a_global_and_a_python_number_may_change() -> None:
+    global SCALE
+    number = 2.0
+    call = _through(lambda x: x * SCALE + number)
+    old = SCALE
+    try:
+        assert call(torch.ones(1)).item() == 4
+        SCALE = torch.tensor(5.0)
+        assert call(torch.ones(1)).item() == 7
+        SCALE.add_(1)
+        assert call(torch.ones(1)).item() == 8
+        number = 0.0
+        assert call(torch.ones(1)).item() == 6
+    finally:
+        SCALE = old
+
+
+def test_captured_parameters_under_torch_func_are_inputs_too() -> None:
+    net, x = nn.Linear(2, 1), torch.randn(5, 2)
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        gradient = torch.func.grad(lambda p: torch.func.functional_call(net, p, (x,)).pow(2).mean())
+        return gradient(dict(net.named_parameters()))["weight"].pow(2).sum()
+
+    call = _through(fun)
+    for _ in range(2):
+        net.zero_grad()
+        fun(x).backward()
+        expected = net.weight.grad.clone()
+        net.zero_grad()
+        call(x).backward()
+        torch.testing.assert_close(net.weight.grad, expected)
+        with torch.no_grad():
+            net.weight.mul_(2)
+
+
+def test_a_function_that_keeps_compiling_is_named() -> None:
+    def busy(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x * n
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for n in range(33):
+            _through(busy)(torch.ones(1), n)
+    assert [str(w.message)[:4] for w in caught] == ["busy"]
+
+
+# Autograd
+
+
+@pytest.mark.parametrize("fun", [torch.sin, lambda x: x.pow(3).cumsum(0), lambda x: torch.outer(x, x).softmax(-1)])
+def test_gradcheck(fun: Any) -> None:
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(_through(fun), (x,))
+    assert torch.autograd.gradgradcheck(_through(fun), (x,))
+
+
+def test_third_derivative_and_mixed_ones() -> None:
+    x = torch.tensor([2.0], requires_grad=True)
+    w = torch.tensor([3.0], requires_grad=True)
+    for _ in range(2):
+        y = _through(lambda t: w * t**4)(x)
+        for expected in (4 * 8 * 3, 12 * 4 * 3, 24 * 2 * 3):
+            (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            assert y.item() == pytest.approx(expected)
+        (mixed,) = torch.autograd.grad(y.sum(), w)
+        assert mixed.item() == pytest.approx(48)
+
+
+def test_a_second_derivative_is_compiled_once() -> None:
+    x = torch.tensor([2.0], requires_grad=True)
+    counts = []
+    for _ in range(3):
+        y = _through(lambda t: (traces.append(1), t**4)[1])(x)
+        (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        torch.autograd.grad(y.sum(), x)
+        counts.append(len(traces))
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_outputs_require_grad_only_where_torch_says_so() -> None:
+    x, c = torch.ones(2, requires_grad=True), torch.ones(2)
+    outs = _through(lambda x, c: (x * c, c * 2, x.detach() * 2, (x > 0), x.argmax()))(x, c)
+    assert [o.requires_grad for o in outs] == [True, False, False, False, False]
+    with torch.no_grad():
+        assert not _through(lambda x: x * 2)(x).requires_grad
+
+
+def test_cotangents_of_any_layout() -> None:
+    x = torch.randn(3, 2, requires_grad=True)
+    _through(lambda t: t * 1.0)(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 2))
+    weight = torch.randn(2, 3)
+    x.grad = None
+    _through(lambda t: t * 2.0)(x).backward(weight.T)
+    assert torch.equal(x.grad, 2 * weight.T)
+    x.grad = None
+    _through(lambda t: t * 2.0)(x).backward(torch.randn(3, 4)[:, ::2] * 0 + 1)
+    assert torch.equal(x.grad, torch.full((3, 2), 2.0))
+
+
+def test_an_input_written_between_forward_and_backward() -> None:
+    w = torch.ones(64, requires_grad=True)
+    y = _through(lambda t: t**2)(w)
+    keep = y.detach().clone()
+    with torch.no_grad():
+        w.add_(10)
+    assert torch.equal(y.detach(), keep)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        y.sum().backward()
+
+
+def test_backward_twice_is_the_usual_error_and_parts_may_go_unused() -> None:
+    x = torch.randn(3, requires_grad=True)
+    one, two = _through(lambda t: (t * t, t.exp()))(x)
+    one.sum().backward(retain_graph=True)
+    two.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach() + x.detach().exp())
+
+
+def test_complex_gradients_follow_torch() -> None:
+    z = torch.tensor([3 + 4j], requires_grad=True)
+    _through(lambda t: (t.real**2 + t.imag**2).sum())(z).backward()
+    assert z.grad.item() == 6 + 8j
+
+
+def test_batch_norm_statistics_and_counters_end_as_in_torch() -> None:
+    module, reference, x = nn.BatchNorm1d(3), nn.BatchNorm1d(3), torch.randn(8, 3) + 5
+    for _ in range(2):
+        torch.testing.assert_close(_through(module)(x), reference(x))
+    for got, expected in zip(module.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_failed_trace_leaves_the_module_as_it_was() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.tensor(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.n = self.n + 1
+            return x * self.n if x.sum() > 0 else x
+
+    module = Counts()
+    with pytest.raises(TypeError, match=r"torch\.where"):
+        _through(module)(torch.ones(2))
+    assert type(module.n) is torch.Tensor
+    assert module.n.item() == 0
+
+
+def test_randomness_is_torchs_to_seed() -> None:
+    call, x = _through(lambda t: F.dropout(t, 0.5)), torch.ones(256)
+    assert not torch.equal(call(x), call(x))
+    torch.manual_seed(1)
+    first = call(x)
+    torch.manual_seed(1)
+    assert torch.equal(call(x), first)
+
+
+# Structures, layouts, memory
+
+
+class _Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+@dataclasses.dataclass
+class _Output:
+    logits: torch.Tensor
+    name: str
+
+
+def test_structures_come_back_as_they_went_in() -> None:
+    x = torch.ones(2)
+    tree = {
+        "z": x,
+        "a": [x, None, "text", 3],
+        "pair": _Pair(x, {"y": x, "b": x}),
+        "ordered": collections.OrderedDict(q=x, c=x),
+        "data": _Output(x, "n"),
+        "default": collections.defaultdict(list, k=x),
+    }
+    out = _through(lambda t: t)(tree)
+    assert list(out) == list(tree)
+    assert type(out["pair"]) is _Pair
+    assert list(out["pair"].two) == ["y", "b"]
+    assert type(out["ordered"]) is collections.OrderedDict
+    assert list(out["ordered"]) == ["q", "c"]
+    assert out["a"][1:] == [None, "text", 3]
+    assert type(out["data"]) is _Output
+    assert out["data"].name == "n"
+    assert type(out["default"]) is collections.defaultdict
+
+
+def _layouts() -> dict[str, torch.Tensor]:
+    base = torch.arange(24.0).reshape(2, 3, 4)
+    return {
+        "transposed": base.transpose(0, 2),
+        "sliced": base[:, 1:],
+        "strided": base[..., ::2],
+        "flipped": base.flip(0),
+        "expanded": base[:1].expand(5, 3, 4),
+        "channels last": torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+        "empty": base[:0],
+        "zero-dimensional": torch.tensor(3.0),
+        "size one": torch.arange(3.0).as_strided((1, 3), (77, 1)),
+        "conjugated": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        "negated": torch.tensor([1 + 2j]).conj().imag,
+        "unaligned": torch.arange(9.0)[1:],
+    }
+
+
+@pytest.mark.parametrize("name", _layouts())
+def test_layouts(name: str) -> None:
+    x = _layouts()[name]
+    keep = x.clone()
+    for _ in range(2):  # the second call finds the program
+        assert torch.equal(_through(lambda t: t * 1)(x), x)
+        leaf = x.detach().requires_grad_()
+        out = _through(lambda t: (t * t.conj()).real)(leaf) if x.is_complex() else _through(lambda t: t * t)(leaf)
+        out.sum().backward()
+        torch.testing.assert_close(leaf.grad, 2 * x)
+    assert torch.equal(x, keep)
+
+
+def test_results_may_be_written_without_touching_anything_else() -> None:
+    x, w = torch.ones(64), torch.ones(64)
+    outs = _through(lambda t: (t, t, w, t * 1, torch.zeros(64)))(x)
+    for i, out in enumerate(outs):
+        out.fill_(i + 10)
+    assert [o[0].item() for o in outs] == [10, 11, 12, 13, 14]
+    assert x.eq(1).all()
+    assert w.eq(1).all()
+    again = _through(lambda t: (t, t, w, t * 1, torch.zeros(64)))(x)
+    assert again[4].eq(0).all()
+
+
+def test_nothing_that_is_cached_keeps_a_tensor_alive() -> None:
+    def scope() -> list[Any]:
+        module, x, c = nn.Linear(3, 3), torch.randn(2, 3), torch.randn(3, requires_grad=True)
+        _through(lambda t: (module(t) * c).sum())(x).backward()
+        with torch.no_grad():
+            _through(lambda t: module(t) * c)(x)
+        return [weakref.ref(t) for t in (module.weight, x, c, c.grad)]
+
+    refs = scope()
+    gc.collect()
+    assert [r() for r in refs] == [None] * 4
+
+
+def test_residuals_die_with_the_output() -> None:
+    x = torch.randn(64, requires_grad=True)
+    y = _through(lambda t: t.exp())(x)
+    ref = weakref.ref(y.grad_fn)
+    gc.disable()
+    try:
+        del y
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+def test_live_arrays_do_not_grow() -> None:
+    w, counts = torch.randn(8, 8, requires_grad=True), []
+    for i in range(60):
+        _through(lambda a: (a @ a).sum())(w).backward()
+        w.grad = None
+        if i in (20, 59):
+            gc.collect()
+            counts.append(len(jax.live_arrays()))
+    assert counts[1] <= counts[0]
+
+
+def test_threads() -> None:
+    call, x, results = _through(lambda t: torch.tanh(t).sum()), torch.randn(5), []
+    threads = [threading.Thread(target=lambda: results.append(call(x))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for result in results:
+        torch.testing.assert_close(result, torch.tanh(x).sum())
+
+
+# lift
+
+
+def test_lift_of_transforms_from_function_to_function() -> None:
+    def loss(p: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (p["b"] * p["a"]).sum()
+
+    p = {"b": torch.ones(2), "a": torch.tensor([1.0, 2.0])}
+    out = lift(jax.grad)(loss)(p)
+    assert list(out) == ["b", "a"]
+    assert torch.equal(out["b"], p["a"])
+
+
+def test_lift_compiles_the_call_where_tensors_are_among_the_arguments() -> None:
+    def newton(f: Any, x: Any, steps: int) -> Any:
+        for _ in range(steps):
+            x = x - f(x) / jax.grad(f)(x)
+        return x
+
+    root = lift(newton)(lambda x: x * x - 2, torch.tensor(1.0, dtype=torch.float64), 6)
+    assert root.item() == pytest.approx(2**0.5, abs=1e-12)
+    assert root.dtype == torch.float64
+
+
+def test_jax_functions_pass_untraced() -> None:
+    loss = jax_function(lambda x: jnp.sum(jnp.sin(x)))
+    x = torch.randn(3)
+    torch.testing.assert_close(lift(jax.grad)(loss)(x), x.cos())
+    torch.testing.assert_close(lift(jax.grad)(jnp.sum)(x), torch.ones(3))
+
+
+def test_lift_of_a_transform_of_another_library() -> None:
+    import optax
+
+    x, y = torch.randn(6, 3), torch.randn(6, 3)
+    mapped = lift(optax.microbatching.micro_vmap)(lambda a, b: {"z": (a * b).sum(), "c": a}, microbatch_size=2)
+    out = mapped(x, y)
+    assert list(out) == ["z", "c"]
+    torch.testing.assert_close(out["z"], (x * y).sum(1))
+    torch.testing.assert_close(out["c"], x)
+    with pytest.raises(TypeError, match="which row"):
+        lift(optax.microbatching.micro_vmap)(lambda a: F.dropout(a), microbatch_size=2)(x)
