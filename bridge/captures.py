@@ -34,7 +34,10 @@ _LIBRARIES = tuple(
 )
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _OWN = tuple(os.path.join(_PACKAGE + part, "") for part in ("bridge", "jax_impl", "torch_api"))
-_PLAIN = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range, slice, jax.tree_util.PyTreeDef)
+_PLAIN = (
+    *(bool, int, str, bytes, complex, type(None), enum.Enum, range, slice),
+    *(torch.dtype, torch.device, torch.Size, jax.tree_util.PyTreeDef),
+)
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LONG = 10_000  # a longer list is data, not configuration: told apart by identity

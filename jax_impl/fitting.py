@@ -46,8 +46,14 @@ def match(accumulators: AccumulatorTree, outputs: PyTree) -> list[tuple[Any, PyT
     except ValueError:
         raise ValueError(
             "the accumulator tree must be a prefix of the output's tree. "
-            f"Accumulators: {treedef}; output: {structure(outputs)}. One accumulator alone fits every output."
+            f"Accumulators: {_starred(accumulators)}; output: {_starred(outputs)}. One accumulator alone fits every "
+            "output."
         ) from None
+
+
+def _starred(tree: PyTree) -> PyTree:
+    """The tree as its user would write it, for messages."""
+    return jax.tree.map(lambda _: "*", tree)
 
 
 def bind(accumulators: AccumulatorTree, plan: Plan, outputs: PyTree, per_example: bool) -> Accumulator:
@@ -126,7 +132,7 @@ def _sum(plan: Plan, out: Output, per_example: bool) -> Accumulator:
     # A boolean is joined by "or" where a microbatch returns it, as `+` does; over examples it is a count.
     counts = per_example or out.dtype != jnp.bool_
     dtype = wide(out.dtype) if counts else out.dtype
-    result = summed(out.dtype) if counts else out.dtype
+    result = summed(out.dtype) if counts and not out.zero else out.dtype
     return Accumulator(
         init=lambda x: jnp.zeros(x.shape, dtype),
         update=lambda carry, value, i: carry + value.astype(dtype),
@@ -193,6 +199,12 @@ def _concat(plan: Plan, out: Output, per_example: bool) -> Accumulator:
     length, *rest = out.shape or (1,)
     left_shape = out.left_shape or (1,)
     left = left_shape[0] if plan.left else 0
+    if plan.left and list(left_shape[1:]) != rest:
+        raise ValueError(
+            f"{out.path} cannot be joined by CONCAT: it has shape {out.shape} for a full microbatch and "
+            f"{out.left_shape} for the rows left over, which differ in more than axis 0. Return the rows on axis 0, or "
+            'use remainder="error".'
+        )
     each, over = divmod(length, plan.size)
     by_rows = bool(out.shape) and not over and (not plan.left or left == each * plan.left)
     if by_rows and plan.partition == "strided" and plan.full > 1:

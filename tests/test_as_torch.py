@@ -412,10 +412,10 @@ def test_lift_of_a_transform_of_another_library() -> None:
     import optax
 
     x, y = torch.randn(6, 3), torch.randn(6, 3)
-    mapped = lift(optax.microbatching.micro_vmap)(lambda a, b: {"z": (a * b).sum(), "c": a}, microbatch_size=2)
+    mapped = lift(optax.microbatching.micro_vmap)(lambda a, b: {"z": (a * b).sum(), "c": a}, (0, 0), microbatch_size=2)
     out = mapped(x, y)
     assert list(out) == ["z", "c"]
     torch.testing.assert_close(out["z"], (x * y).sum(1))
     torch.testing.assert_close(out["c"], x)
     with pytest.raises(TypeError, match="which row"):
-        lift(optax.microbatching.micro_vmap)(lambda a: F.dropout(a), microbatch_size=2)(x)
+        lift(optax.microbatching.micro_vmap)(lambda a: F.dropout(a), (0,), microbatch_size=2)(x)

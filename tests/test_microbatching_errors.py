@@ -115,7 +115,7 @@ CALLS = {
 OUTPUTS = {
     "accumulator arity": (ValueError, "the accumulator tree must be a prefix of the output's tree",
                           lambda: joined(lambda b: (b, b), (SUM, SUM, SUM))),
-    "accumulator keys": (ValueError, "Accumulators: PyTreeDef({'b': *}); output: PyTreeDef({'a': *})",
+    "accumulator keys": (ValueError, "Accumulators: {'b': '*'}; output: {'a': '*'}",
                          lambda: joined(lambda b: {"a": b}, {"b": SUM})),
     "mean of integers": (TypeError, "output['n'] is int32, which has no mean of its own dtype. Use SUM or CONCAT",
                          lambda: joined(lambda b: {"n": (b > 0).sum()}, MEAN)),

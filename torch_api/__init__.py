@@ -1,6 +1,7 @@
 """Memory-saving transforms for torch functions and modules, executed by XLA."""
 
 from ..bridge import as_jax, as_torch, jax_function, lift, to_jax, to_torch
+from ..jax_impl import Aux
 from .microbatching import (
     AccumulationType,
     Accumulator,
@@ -15,6 +16,7 @@ from .microbatching import (
 __all__ = [
     "AccumulationType",
     "Accumulator",
+    "Aux",
     "as_jax",
     "as_torch",
     "assign_grads",

@@ -66,7 +66,7 @@ def Accumulator(init: Fun, update: Fun, finalize: Fun, aggregate: Fun) -> jax_im
         return start(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
 
     def update_at(carry: Any, value: Any, index: Any) -> Any:
-        return step(carry, value, jnp.asarray(index))
+        return step(carry, value, jnp.asarray(index, jnp.int64))
 
     return jax_impl.Accumulator(init_from_shapes, update_at, end, join)
 
@@ -458,5 +458,7 @@ def _conjugate(tree: Any) -> Any:
 
 
 def _restore(frozen: Sequence[bool], tree: Any) -> Any:
+    if isinstance(tree, Rows):
+        return Rows(_restore(frozen, tree.value), tree.index)
     leaves, treedef = flatten(_conjugate(tree))
     return treedef.unflatten([jax.lax.stop_gradient(x) if f else x for x, f in zip(leaves, frozen, strict=True)])
