@@ -88,13 +88,15 @@ class Substitution(TorchFunctionMode):
 @contextlib.contextmanager
 def entering_functorch(swap: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """``torch.func`` wraps its inputs without asking a function mode: let it wrap what ``swap`` gives for them."""
-    wrap, add = eager_transforms._wrap_for_grad, functorch_vmap._add_batch_dim
-    eager_transforms._wrap_for_grad = lambda tensor, level: wrap(swap(tensor), level)
-    functorch_vmap._add_batch_dim = lambda tensor, dim, level: add(swap(tensor), dim, level)
+    grads: Any = eager_transforms
+    maps: Any = functorch_vmap
+    wrap, add = grads._wrap_for_grad, maps._add_batch_dim
+    grads._wrap_for_grad = lambda tensor, level: wrap(swap(tensor), level)
+    maps._add_batch_dim = lambda tensor, dim, level: add(swap(tensor), dim, level)
     try:
         yield
     finally:
-        eager_transforms._wrap_for_grad, functorch_vmap._add_batch_dim = wrap, add
+        grads._wrap_for_grad, maps._add_batch_dim = wrap, add
 
 
 @contextlib.contextmanager
@@ -104,12 +106,13 @@ def function_modes_in_backward() -> Iterator[None]:
     It hands itself to the innermost mode, which is off while it is served: Python that runs inside the backward pass
     (hooks, a user's backward, a checkpoint's second forward pass) would then not be seen.
     """
-    original = torch.autograd.has_torch_function
-    torch.autograd.has_torch_function = lambda _: False
+    autograd: Any = torch.autograd
+    original = autograd.has_torch_function
+    autograd.has_torch_function = lambda _: False
     try:
         yield
     finally:
-        torch.autograd.has_torch_function = original
+        autograd.has_torch_function = original
 
 
 @contextlib.contextmanager
