@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching, mlir
 
 from . import torch_internals as ti
 from .graph import Graph, Meta, read, run
-from .recorder import record
+from .recording import record
 from .versions import enable_x64
 
 Arrays = Sequence[jax.Array]

@@ -1,100 +1,32 @@
-"""Record a torch function as a graph of ATen ops, together with its vector-Jacobian product.
+"""The recorder: a dispatch mode below autograd and functionalisation that writes down ATen ops.
 
-The function runs once, on fake tensors, under torch's own autograd and functionalisation; a dispatch mode below both
-writes down every op that depends on an input. What depends on none simply runs in eager torch and becomes a constant.
-So ``no_grad``, ``detach``, a user's ``autograd.Function``, hooks, ``torch.autograd.grad`` and ``torch.func`` inside the
-function, writes through views and updates of buffers mean what they mean in torch: torch gives them their meaning.
-
-Tensors that the function captures (parameters, closures, globals) become inputs of the graph. They are met above
-autograd, by a function mode that puts a recorded stand-in in the place of each tensor that was not made inside.
+What depends on an input becomes a node of the graph; what does not runs in eager torch and becomes a constant.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import random
-import site
-import sys
-import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
-from .graph import Const, Graph, Meta, Node, Ref, Value
+from .errors import TraceError, user_line
+from .graph import Const, Meta, Node, Ref, Value
 from .lowerings import has_lowering
-from .lowerings.functions import REPLACEMENTS
 from .values import jax_dtype
 
 aten = torch.ops.aten
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("bridge", "jax_impl", "torch_api"))
-_LIBRARIES = tuple(
-    os.path.join(path, "")
-    for path in {
-        *site.getsitepackages(),
-        os.path.dirname(os.__file__),
-        os.path.dirname(os.path.dirname(torch.__file__)),
-    }
-)
 _VALUE_OPS = (aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.allclose)
-_VALUE_METHODS = {
-    torch.Tensor.numpy: ".numpy()",
-    torch.Tensor.__array__: "numpy.asarray",
-    torch.Tensor.tolist: ".tolist()",
-}
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 _INDEXING = (aten.index, aten.index_put, aten._unsafe_index, aten._unsafe_index_put)
 
 
-class TraceError(TypeError):
-    """A torch function does something that a compiled program cannot express."""
-
-
-def user_line(error: BaseException | None = None) -> str:
-    """``file.py:12`` of the innermost frame that belongs to no library (of a library's, where there is no other)."""
-    if error is None:
-        frames = _frames(sys._getframe(1))
-    else:
-        frames = reversed([(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)])
-    library = "?"
-    for name, line in frames:
-        if not name.startswith((*_OWN, "<frozen")):
-            if not name.startswith(_LIBRARIES):
-                return f"{name}:{line}"
-            library = f"{name}:{line}" if library == "?" else library
-    return library
-
-
-def _frames(frame: types.FrameType | None) -> Iterator[tuple[str, int]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-
-
-class _Functionalisation(ti.FunctionalTensorMode):
-    """torch's, out of sight of function modes: what runs in it is torch's own, not the user's."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class WrittenArgument(TraceError):
-    """The function writes in place to the tensor argument of this number."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(f"the function writes to its tensor argument {index} in place; clone it first.")
-        self.index = index
-
-
-class _Recorder(ti.TorchDispatchMode):
+class Recorder(ti.TorchDispatchMode):
     """Writes down the ops that depend on an input; runs the others."""
 
     def __init__(self) -> None:
@@ -279,228 +211,3 @@ def _snapshot(tensor: torch.Tensor) -> np.ndarray:
 
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-
-
-_ACTIVE: list[Captured] = []  # innermost last
-
-
-def is_update_of(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
-    """Whether ``tensor`` is the stand-in of a captured tensor, which in-place operators hand back."""
-    return bool(_ACTIVE) and _ACTIVE[-1].stand_ins.get(id(captured)) is tensor
-
-
-class Captured:
-    """The tensors that a function captures, in the order in which it met them, each with its recorded stand-in."""
-
-    def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        self.tensors = list(known)
-        self.inputs: list[torch.Tensor] = []
-        self.stand_ins: dict[int, torch.Tensor] = {}
-
-    def __enter__(self) -> Captured:
-        _ACTIVE.append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _ACTIVE.pop()
-
-    def add(self, tensor: torch.Tensor, recorder: _Recorder, differentiable: bool) -> torch.Tensor:
-        inner = recorder.input(Meta.of(tensor))
-        stand_in = ti.to_fun(inner).requires_grad_(differentiable)
-        self.inputs.append(inner)
-        self.stand_ins[id(tensor)] = stand_in
-        return stand_in
-
-
-class _Interception(TorchFunctionMode):
-    """Above autograd: stand-ins for captured tensors, and what has to be refused or rewritten before it runs."""
-
-    def __init__(self, recorder: _Recorder, captured: Captured) -> None:
-        super().__init__()
-        self.recorder, self.captured = recorder, captured
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
-        if func is torch.Tensor.backward:
-            raise TraceError(
-                f"{user_line()}: .backward() inside a traced function would write .grad of tensors that exist only "
-                "during the trace. Use torch.autograd.grad(..., create_graph=True) or torch.func.grad."
-            )
-        if func in _VALUE_METHODS:
-            return self._constant_value(func, *args, **kwargs)
-        if func is torch.autograd.grad:
-            with ti.function_modes_in_backward(), self:
-                return func(*args, **kwargs)
-        return REPLACEMENTS.get(func, func)(*args, **kwargs)
-
-    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the function is to see in the place of a tensor: another one if it was not made inside."""
-        with torch._C.DisableTorchFunction():  # also called from where this mode is active
-            if isinstance(tensor, (ti.FunctionalTensor, ti.FakeTensor)) or ti.is_functorch_wrapped_tensor(tensor):
-                return tensor
-            known = self.captured.stand_ins.get(id(tensor))
-            if known is not None:
-                return known
-            if id(tensor) in self.recorder.where or torch._is_functional_tensor(tensor):
-                return tensor
-            _check_supported(tensor)
-            with ti.temporarily_clear_interpreter_stack():
-                self.captured.tensors.append(tensor)
-                return self.captured.add(tensor, self.recorder, tensor.requires_grad)
-
-    def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            inner = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
-            if (
-                isinstance(inner, torch.Tensor)
-                and self.recorder.is_constant(inner)
-                and not ti.is_functorch_wrapped_tensor(inner)
-            ):
-                with ti.no_dispatch():
-                    return func(inner, *args, **kwargs)
-        raise TraceError(
-            f"{user_line()}: {_VALUE_METHODS[func]} was asked of a tensor that depends on the arguments. A traced "
-            "function runs once and must not depend on values: stay in torch ops, or compute it outside and pass it in."
-        )
-
-
-def _check_supported(tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
-        raise TypeError(
-            f"{user_line()}: a captured tensor is sparse, quantised, nested or on the meta device "
-            f"(layout={tensor.layout}, dtype={tensor.dtype}, device={tensor.device}); only dense tensors can be traced."
-        )
-
-
-def record(
-    fun: Callable[..., Sequence[torch.Tensor]],
-    metas: Sequence[Meta],
-    need: Sequence[bool],
-    known: Sequence[torch.Tensor],
-) -> tuple[Graph, list[torch.Tensor]]:
-    """Record ``fun(*tensors) -> tensors`` and, for the inputs that ``need`` names, its vector-Jacobian product.
-
-    Args:
-        fun: takes one tensor for each of ``metas``, and returns a flat list of tensors.
-        metas: dtype, shape and device of the arguments.
-        need: one flag for each argument and each tensor of ``known``: record its gradient.
-        known: captured tensors found by an earlier recording, in order.
-
-    Returns:
-        The graph, and the captured tensors: ``known`` and then whatever was met for the first time.
-
-    Raises:
-        TraceError: the function asks for values, draws Python random numbers, or writes to an argument.
-    """
-    try:
-        return _record_once(fun, metas, need, known)
-    except TraceError as error:
-        # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
-        with ti.compiling(), contextlib.suppress(Exception):
-            return _record_once(fun, metas, need, known)
-        raise error
-
-
-def _numpy_state() -> Any:
-    return np.random.get_state()  # noqa: NPY002
-
-
-@contextlib.contextmanager
-def _unchanged_generators() -> Iterator[None]:
-    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), _numpy_state()
-    try:
-        yield
-        if random.getstate() != python_state or str(_numpy_state()) != str(numpy_state):
-            raise TraceError(
-                "the function draws from Python's or NumPy's generator. A traced function runs once, and the "
-                "number would be frozen: draw with torch, or pass the number in as an argument."
-            )
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-
-
-def _record_once(fun: Any, metas: Any, need: Any, known: Any) -> tuple[Graph, list[torch.Tensor]]:
-    recorder, captured = _Recorder(), Captured(known)
-    inner = [recorder.input(meta) for meta in metas]
-    with _unchanged_generators(), ti.plain_kernels(), torch.enable_grad(), recorder, _Functionalisation():
-        arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
-        for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
-            captured.add(tensor, recorder, differentiable)
-        interception = _Interception(recorder, captured)
-        with interception, captured, ti.entering_functorch(interception.stand_in):
-            outputs = [_functional(interception.stand_in(o)) for o in fun(*arguments)]
-            differentiable = [o.requires_grad for o in outputs]
-            cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
-            wanted = [a for a, n in zip(arguments, need, strict=False) if n]
-            wanted_captured = [t for t, n in zip(known, need[len(metas) :], strict=True) if n]
-            gradients = _gradients(
-                [o for o, d in zip(outputs, differentiable, strict=True) if d],
-                wanted,
-                wanted_captured,
-                captured,
-                [ti.to_fun(c) for c in cotangents],
-            )
-        graph = _graph(recorder, captured, inner, arguments, cotangents, outputs, differentiable, gradients)
-    return graph, captured.tensors
-
-
-def _functional(out: Any) -> torch.Tensor:
-    return out if isinstance(out, ti.FunctionalTensor) else aten.lift_fresh(out)
-
-
-def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captured, cotangents: Any) -> list[Any]:
-    if not outputs or not (wanted or wanted_captured):
-        return [None] * (len(wanted) + len(wanted_captured))
-    stand_ins = [captured.stand_ins[id(t)] for t in wanted_captured]
-    # A user's autograd.Function receives a captured tensor itself, not its stand-in: both lead to its gradient.
-    direct = [t for t in wanted_captured if t.requires_grad]
-    found = torch.autograd.grad(outputs, [*wanted, *stand_ins], cotangents, allow_unused=True, retain_graph=True)
-    with torch._C.DisableTorchFunction():
-        extra = torch.autograd.grad(outputs, direct, cotangents, allow_unused=True) if direct else ()
-    gradients = list(found)
-    for tensor, more in zip(direct, extra, strict=True):
-        if more is not None:
-            i = len(wanted) + next(j for j, t in enumerate(wanted_captured) if t is tensor)
-            gradients[i] = more if gradients[i] is None else gradients[i] + more
-    return gradients
-
-
-def _graph(
-    recorder: _Recorder,
-    captured: Captured,
-    inner: Any,
-    arguments: Any,
-    cotangents: Any,
-    outputs: Any,
-    differentiable: Any,
-    gradients: Any,
-) -> Graph:
-    def value(tensor: torch.Tensor) -> Value:
-        inner: Any = ti.from_fun(tensor) if isinstance(tensor, ti.FunctionalTensor) else tensor
-        return recorder.value(inner)
-
-    def position(tensor: torch.Tensor) -> int:
-        return recorder.where[id(tensor)].node
-
-    for i, (argument, tensor) in enumerate(zip(arguments, inner, strict=True)):
-        if value(argument) != recorder.value(tensor):
-            raise WrittenArgument(i)
-    mutations = []
-    for i, (tensor, original) in enumerate(zip(captured.tensors, captured.inputs, strict=True)):
-        final = value(captured.stand_ins[id(tensor)])
-        if final != recorder.value(original):
-            mutations.append((i, final))
-    return Graph(
-        nodes=recorder.nodes,
-        inputs=[position(t) for t in inner],
-        captured=[position(t) for t in captured.inputs],
-        cotangents=[position(t) for t in cotangents],
-        outputs=[value(o) for o in outputs],
-        output_metas=[Meta.of(o) for o in outputs],
-        differentiable=list(differentiable),
-        gradients=[None if g is None else value(g) for g in gradients],
-        mutations=mutations,
-    )

@@ -15,8 +15,8 @@ import jax
 import torch
 
 from . import torch_internals as ti
+from .errors import TraceError, user_line
 from .graph import Meta
-from .recorder import TraceError, user_line
 
 
 class _Keys:

@@ -1,8 +1,8 @@
 """The private parts of torch that recording leans on, in one place.
 
 torch has no public way to run a function under its own autograd and functionalisation and to see the ATen ops that
-come out below. These names have been stable from torch 2.5 on; where a release moves one, the import of the bridge
-fails with one sentence instead of deep inside a trace.
+come out below. Where a release moves one of these names, the import of the bridge fails with one sentence instead of
+deep inside a trace.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"microtome records torch functions through parts of torch that torch {torch.__version__} has moved ({error}); "
-        "it is tested with torch 2.11 to 2.13, please install one of these."
+        "it is tested with torch 2.13: please install that one."
     ) from error
 
 __all__ = [

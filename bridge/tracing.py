@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from .captures import SOURCE, Restored, Walk, WrittenContainers, hashable
 from .context import Call, current_call
 from .differentiation import Source, TorchFunction
+from .errors import TraceError, WrittenArgument
 from .graph import Meta
-from .recorder import TraceError, WrittenArgument, is_update_of
+from .interception import is_update_of
 from .torch2jax_engine import InterpretedFunction, is_interpreted
 from .trees import argument_name, bound_arguments, flatten, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, tensor_to_array, torch_dtype

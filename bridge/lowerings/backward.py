@@ -35,7 +35,7 @@ def forward(op: Any) -> Callable[..., Any]:
 def _recorded(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
     """An op that torch decomposes: record it, and run the smaller ops."""
     from ..graph import Meta, read, run
-    from ..recorder import record
+    from ..recording import record
     from ..values import torch_dtype
 
     where = [i for i, a in enumerate(args) if isinstance(a, jax.Array)]

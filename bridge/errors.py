@@ -1,0 +1,56 @@
+"""The error of tracing, and the line of the user's that it names."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+
+import torch
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("bridge", "jax_impl", "torch_api"))
+_LIBRARIES = tuple(
+    os.path.join(path, "")
+    for path in {
+        *site.getsitepackages(),
+        os.path.dirname(os.__file__),
+        os.path.dirname(os.path.dirname(torch.__file__)),
+    }
+)
+
+
+class TraceError(TypeError):
+    """A torch function does something that a compiled program cannot express."""
+
+
+def user_line(error: BaseException | None = None) -> str:
+    """``file.py:12`` of the innermost frame that belongs to no library (of a library's, where there is no other)."""
+    if error is None:
+        frames = _frames(sys._getframe(1))
+    else:
+        frames = reversed([(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)])
+    library = "?"
+    for name, line in frames:
+        if not name.startswith((*_OWN, "<frozen")):
+            if not name.startswith(_LIBRARIES):
+                return f"{name}:{line}"
+            library = f"{name}:{line}" if library == "?" else library
+    return library
+
+
+def _frames(frame: types.FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+class WrittenArgument(TraceError):
+    """The function writes in place to the tensor argument of this number."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"the function writes to its tensor argument {index} in place; clone it first.")
+        self.index = index

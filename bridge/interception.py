@@ -1,0 +1,116 @@
+"""A function mode above autograd: stand-ins for captured tensors, and what has to be refused or rewritten.
+
+Tensors that a traced function captures (parameters, closures, globals) become inputs of its graph. A tensor that was
+not made inside is met here, and a recorded stand-in takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from . import torch_internals as ti
+from .errors import TraceError, user_line
+from .graph import Meta
+from .lowerings.functions import REPLACEMENTS
+from .recorder import Recorder
+
+_VALUE_METHODS = {
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.__array__: "numpy.asarray",
+    torch.Tensor.tolist: ".tolist()",
+}
+
+_ACTIVE: list[Captured] = []  # innermost last
+
+
+def is_update_of(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
+    """Whether ``tensor`` is the stand-in of a captured tensor, which in-place operators hand back."""
+    return bool(_ACTIVE) and _ACTIVE[-1].stand_ins.get(id(captured)) is tensor
+
+
+class Captured:
+    """The tensors that a function captures, in the order in which it met them, each with its recorded stand-in."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(known)
+        self.inputs: list[torch.Tensor] = []
+        self.stand_ins: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> Captured:
+        _ACTIVE.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _ACTIVE.pop()
+
+    def add(self, tensor: torch.Tensor, recorder: Recorder, differentiable: bool) -> torch.Tensor:
+        inner = recorder.input(Meta.of(tensor))
+        stand_in = ti.to_fun(inner).requires_grad_(differentiable)
+        self.inputs.append(inner)
+        self.stand_ins[id(tensor)] = stand_in
+        return stand_in
+
+
+class Interception(TorchFunctionMode):
+    """Above autograd: stand-ins for captured tensors, and what has to be refused or rewritten before it runs."""
+
+    def __init__(self, recorder: Recorder, captured: Captured) -> None:
+        super().__init__()
+        self.recorder, self.captured = recorder, captured
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
+        if func is torch.Tensor.backward:
+            raise TraceError(
+                f"{user_line()}: .backward() inside a traced function would write .grad of tensors that exist only "
+                "during the trace. Use torch.autograd.grad(..., create_graph=True) or torch.func.grad."
+            )
+        if func in _VALUE_METHODS:
+            return self._constant_value(func, *args, **kwargs)
+        if func is torch.autograd.grad:
+            with ti.function_modes_in_backward(), self:
+                return func(*args, **kwargs)
+        return REPLACEMENTS.get(func, func)(*args, **kwargs)
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the function is to see in the place of a tensor: another one if it was not made inside."""
+        with torch._C.DisableTorchFunction():  # also called from where this mode is active
+            if isinstance(tensor, (ti.FunctionalTensor, ti.FakeTensor)) or ti.is_functorch_wrapped_tensor(tensor):
+                return tensor
+            known = self.captured.stand_ins.get(id(tensor))
+            if known is not None:
+                return known
+            if id(tensor) in self.recorder.where or torch._is_functional_tensor(tensor):
+                return tensor
+            _check_supported(tensor)
+            with ti.temporarily_clear_interpreter_stack():
+                self.captured.tensors.append(tensor)
+                return self.captured.add(tensor, self.recorder, tensor.requires_grad)
+
+    def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            inner = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
+            if (
+                isinstance(inner, torch.Tensor)
+                and self.recorder.is_constant(inner)
+                and not ti.is_functorch_wrapped_tensor(inner)
+            ):
+                with ti.no_dispatch():
+                    return func(inner, *args, **kwargs)
+        raise TraceError(
+            f"{user_line()}: {_VALUE_METHODS[func]} was asked of a tensor that depends on the arguments. A traced "
+            "function runs once and must not depend on values: stay in torch ops, or compute it outside and pass it in."
+        )
+
+
+def _check_supported(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
+        raise TypeError(
+            f"{user_line()}: a captured tensor is sparse, quantised, nested or on the meta device "
+            f"(layout={tensor.layout}, dtype={tensor.dtype}, device={tensor.device}); only dense tensors can be traced."
+        )

@@ -1,0 +1,169 @@
+"""Record a torch function as a graph of ATen ops, together with its vector-Jacobian product.
+
+The function runs once, on fake tensors, under torch's own autograd and functionalisation; a dispatch mode below both
+writes down every op that depends on an input. What depends on none simply runs in eager torch and becomes a constant.
+So ``no_grad``, ``detach``, a user's ``autograd.Function``, hooks, ``torch.autograd.grad`` and ``torch.func`` inside the
+function, writes through views and updates of buffers mean what they mean in torch: torch gives them their meaning.
+
+Tensors that the function captures (parameters, closures, globals) become inputs of the graph. They are met above
+autograd, by a function mode that puts a recorded stand-in in the place of each tensor that was not made inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import torch_internals as ti
+from .errors import TraceError, WrittenArgument
+from .graph import Graph, Meta, Value
+from .interception import Captured, Interception
+from .recorder import Recorder
+
+aten = torch.ops.aten
+
+
+class _Functionalisation(ti.FunctionalTensorMode):
+    """torch's, out of sight of function modes: what runs in it is torch's own, not the user's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def record(
+    fun: Callable[..., Sequence[torch.Tensor]],
+    metas: Sequence[Meta],
+    need: Sequence[bool],
+    known: Sequence[torch.Tensor],
+) -> tuple[Graph, list[torch.Tensor]]:
+    """Record ``fun(*tensors) -> tensors`` and, for the inputs that ``need`` names, its vector-Jacobian product.
+
+    Args:
+        fun: takes one tensor for each of ``metas``, and returns a flat list of tensors.
+        metas: dtype, shape and device of the arguments.
+        need: one flag for each argument and each tensor of ``known``: record its gradient.
+        known: captured tensors found by an earlier recording, in order.
+
+    Returns:
+        The graph, and the captured tensors: ``known`` and then whatever was met for the first time.
+
+    Raises:
+        TraceError: the function asks for values, draws Python random numbers, or writes to an argument.
+    """
+    try:
+        return _record_once(fun, metas, need, known)
+    except TraceError as error:
+        # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
+        with ti.compiling(), contextlib.suppress(Exception):
+            return _record_once(fun, metas, need, known)
+        raise error
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state()  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def _unchanged_generators() -> Iterator[None]:
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), _numpy_state()
+    try:
+        yield
+        if random.getstate() != python_state or str(_numpy_state()) != str(numpy_state):
+            raise TraceError(
+                "the function draws from Python's or NumPy's generator. A traced function runs once, and the "
+                "number would be frozen: draw with torch, or pass the number in as an argument."
+            )
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _record_once(fun: Any, metas: Any, need: Any, known: Any) -> tuple[Graph, list[torch.Tensor]]:
+    recorder, captured = Recorder(), Captured(known)
+    inner = [recorder.input(meta) for meta in metas]
+    with _unchanged_generators(), ti.plain_kernels(), torch.enable_grad(), recorder, _Functionalisation():
+        arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
+        for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
+            captured.add(tensor, recorder, differentiable)
+        interception = Interception(recorder, captured)
+        with interception, captured, ti.entering_functorch(interception.stand_in):
+            outputs = [_functional(interception.stand_in(o)) for o in fun(*arguments)]
+            differentiable = [o.requires_grad for o in outputs]
+            cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
+            wanted = [a for a, n in zip(arguments, need, strict=False) if n]
+            wanted_captured = [t for t, n in zip(known, need[len(metas) :], strict=True) if n]
+            gradients = _gradients(
+                [o for o, d in zip(outputs, differentiable, strict=True) if d],
+                wanted,
+                wanted_captured,
+                captured,
+                [ti.to_fun(c) for c in cotangents],
+            )
+        graph = _graph(recorder, captured, inner, arguments, cotangents, outputs, differentiable, gradients)
+    return graph, captured.tensors
+
+
+def _functional(out: Any) -> torch.Tensor:
+    return out if isinstance(out, ti.FunctionalTensor) else aten.lift_fresh(out)
+
+
+def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captured, cotangents: Any) -> list[Any]:
+    if not outputs or not (wanted or wanted_captured):
+        return [None] * (len(wanted) + len(wanted_captured))
+    stand_ins = [captured.stand_ins[id(t)] for t in wanted_captured]
+    # A user's autograd.Function receives a captured tensor itself, not its stand-in: both lead to its gradient.
+    direct = [t for t in wanted_captured if t.requires_grad]
+    found = torch.autograd.grad(outputs, [*wanted, *stand_ins], cotangents, allow_unused=True, retain_graph=True)
+    with torch._C.DisableTorchFunction():
+        extra = torch.autograd.grad(outputs, direct, cotangents, allow_unused=True) if direct else ()
+    gradients = list(found)
+    for tensor, more in zip(direct, extra, strict=True):
+        if more is not None:
+            i = len(wanted) + next(j for j, t in enumerate(wanted_captured) if t is tensor)
+            gradients[i] = more if gradients[i] is None else gradients[i] + more
+    return gradients
+
+
+def _graph(
+    recorder: Recorder,
+    captured: Captured,
+    inner: Any,
+    arguments: Any,
+    cotangents: Any,
+    outputs: Any,
+    differentiable: Any,
+    gradients: Any,
+) -> Graph:
+    def value(tensor: torch.Tensor) -> Value:
+        inner: Any = ti.from_fun(tensor) if isinstance(tensor, ti.FunctionalTensor) else tensor
+        return recorder.value(inner)
+
+    def position(tensor: torch.Tensor) -> int:
+        return recorder.where[id(tensor)].node
+
+    for i, (argument, tensor) in enumerate(zip(arguments, inner, strict=True)):
+        if value(argument) != recorder.value(tensor):
+            raise WrittenArgument(i)
+    mutations = []
+    for i, (tensor, original) in enumerate(zip(captured.tensors, captured.inputs, strict=True)):
+        final = value(captured.stand_ins[id(tensor)])
+        if final != recorder.value(original):
+            mutations.append((i, final))
+    return Graph(
+        nodes=recorder.nodes,
+        inputs=[position(t) for t in inner],
+        captured=[position(t) for t in captured.inputs],
+        cotangents=[position(t) for t in cotangents],
+        outputs=[value(o) for o in outputs],
+        output_metas=[Meta.of(o) for o in outputs],
+        differentiable=list(differentiable),
+        gradients=[None if g is None else value(g) for g in gradients],
+        mutations=mutations,
+    )
