@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
+import random
 import site
 import sys
 import types
@@ -98,6 +99,7 @@ class Walk:
         self.owners: list[torch.nn.Module | None] = []
         self.holders: list[Any] = []  # objects whose attributes were followed
         self.containers: list[tuple[Slot, Any]] = []
+        self.generators: list[Any] = []  # of Python's and NumPy's random numbers
         self._seen: dict[int, int] = {}
         self._keep: list[object] = []
         self._names: frozenset[str] = frozenset()
@@ -163,6 +165,8 @@ class Walk:
             self.parts.append((x.dtype.str, x.shape, x.tobytes()))
         elif isinstance(x, np.generic):
             self.parts.append((x.dtype.str, x.tobytes()))
+        elif isinstance(x, (random.Random, np.random.Generator)):
+            self.generators.append(x)
         elif isinstance(x, jax.Array):
             self.parts.append(Same(x))
         elif hasattr(x, "__wrapped__"):
@@ -289,6 +293,11 @@ def _user_methods(cls: Any) -> tuple[types.FunctionType, ...]:
     for base in reversed(cls.__mro__):
         found.update({k: v for k, v in vars(base).items() if isinstance(v, types.FunctionType)})
     return tuple(f for k, f in sorted(found.items()) if k != "__init__" and _is_user_code(f.__code__))
+
+
+def generator_states(walk: Walk) -> list[Any]:
+    """Where the random generators that a function captures stand."""
+    return [g.getstate() if isinstance(g, random.Random) else str(g.bit_generator.state) for g in walk.generators]
 
 
 class WrittenContainers:

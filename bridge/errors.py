@@ -54,3 +54,19 @@ class WrittenArgument(TraceError):
     def __init__(self, index: int) -> None:
         super().__init__(f"the function writes to its tensor argument {index} in place; clone it first.")
         self.index = index
+
+
+def frozen_number() -> TraceError:
+    """The error for a draw from a generator that is not torch's."""
+    return TraceError(
+        "the function draws from Python's or NumPy's generator. A traced function runs once, and the number would be "
+        "frozen: draw with torch, or pass the number in as an argument."
+    )
+
+
+def refuse_backward(*args: object, **kwargs: object) -> None:
+    """What ``backward()`` is while a function is traced."""
+    raise TraceError(
+        f"{user_line()}: .backward() inside a traced function would write .grad of tensors that exist only during the "
+        "trace. Use torch.autograd.grad(..., create_graph=True) or torch.func.grad."
+    )

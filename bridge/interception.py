@@ -65,11 +65,6 @@ class Interception(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
-        if func is torch.Tensor.backward:
-            raise TraceError(
-                f"{user_line()}: .backward() inside a traced function would write .grad of tensors that exist only "
-                "during the trace. Use torch.autograd.grad(..., create_graph=True) or torch.func.grad."
-            )
         if func in _VALUE_METHODS:
             return self._constant_value(func, *args, **kwargs)
         if func is torch.autograd.grad:

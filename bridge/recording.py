@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from . import torch_internals as ti
-from .errors import TraceError, WrittenArgument
+from .errors import TraceError, WrittenArgument, frozen_number
 from .graph import Graph, Meta, Value
 from .interception import Captured, Interception
 from .recorder import Recorder
@@ -75,10 +75,7 @@ def _unchanged_generators() -> Iterator[None]:
     try:
         yield
         if random.getstate() != python_state or str(_numpy_state()) != str(numpy_state):
-            raise TraceError(
-                "the function draws from Python's or NumPy's generator. A traced function runs once, and the "
-                "number would be frozen: draw with torch, or pass the number in as an argument."
-            )
+            raise frozen_number()
     finally:
         torch.set_rng_state(torch_state)
         random.setstate(python_state)

@@ -17,6 +17,8 @@ import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from .errors import refuse_backward
+
 try:
     from torch._C._functorch import is_functorch_wrapped_tensor
     from torch._decomp import core_aten_decompositions, decomposition_table
@@ -137,6 +139,8 @@ def plain_kernels() -> Iterator[None]:
     checkpoint = torch.utils.checkpoint.CheckpointFunction
     validate = distribution._validate_args
     has_effects = effects.has_effects
+    autograd: Any = torch.autograd
+    backward = autograd.backward
     mkldnn = torch._C._get_mkldnn_enabled()
     fastpath = torch.backends.mha.get_fastpath_enabled()
     skipped = torch.ops.aten._linalg_check_errors.default
@@ -144,6 +148,7 @@ def plain_kernels() -> Iterator[None]:
     try:
         fake_log.disabled = True
         distribution._validate_args = False
+        autograd.backward = refuse_backward  # Tensor.backward calls it too
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
         # The reentrant checkpoint refuses torch.autograd.grad, with which the backward pass is recorded.
@@ -154,6 +159,7 @@ def plain_kernels() -> Iterator[None]:
             yield
     finally:
         fake_log.disabled = False
+        autograd.backward = backward
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
         del checkpoint.apply

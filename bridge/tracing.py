@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .captures import SOURCE, Restored, Walk, WrittenContainers, hashable
+from .captures import SOURCE, Restored, Walk, WrittenContainers, generator_states, hashable
 from .context import Call, current_call
 from .differentiation import Source, TorchFunction
-from .errors import TraceError, WrittenArgument
+from .errors import TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_update_of
 from .torch2jax_engine import InterpretedFunction, is_interpreted
@@ -130,8 +130,10 @@ class _Traced:
             if signature not in self._tracings:
                 if len(self._tracings) >= _CACHE_SIZE:
                     self._tracings.pop(next(iter(self._tracings)))
-                written = WrittenContainers(walk)
+                written, states = WrittenContainers(walk), generator_states(walk)
                 made = self._trace(treedef, dynamic, statics, metas, walk, once)
+                if generator_states(walk) != states:
+                    raise frozen_number()
                 written.remember()
                 signature = (*signature[:4], Walk(self.torch_fun).key, once)
                 self._tracings[signature] = made

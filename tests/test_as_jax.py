@@ -177,6 +177,7 @@ def _numpy_random(x: torch.Tensor) -> torch.Tensor:
     return x * float(np.random.rand())  # noqa: NPY002
 
 
+WEIGHT = torch.ones(2, requires_grad=True)
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "branch": (_branch, "torch.where"),
     "item": (lambda x: x * x.sum().item(), "torch.where"),
@@ -187,6 +188,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "mask": (lambda x: x[x > 1].sum(), "shape"),
     "nonzero": (lambda x: x.nonzero(), "shape"),
     "backward": (lambda x: (x * 2).sum().backward(), "autograd.grad"),
+    "autograd.backward": (lambda x: torch.autograd.backward((x * WEIGHT).sum()), "autograd.grad"),
     "generator": (lambda x: x + torch.rand(2, generator=torch.Generator()), "generator"),
     "in-place write": (lambda x: x.add_(1), "in place"),
     "in-place write through a view": (lambda x: x[0].zero_(), "in place"),
@@ -200,7 +202,18 @@ def test_what_a_program_cannot_express_is_refused_with_the_line(name: str) -> No
         as_jax(fun)(jnp.array([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("fun", [_python_random, _numpy_random])
+_OWN_NUMPY, _OWN_PYTHON = np.random.default_rng(0), random.Random(0)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        _python_random,
+        _numpy_random,
+        lambda x: x * float(_OWN_NUMPY.random()),
+        lambda x: x * _OWN_PYTHON.random(),
+    ],
+)
 def test_python_random_numbers_are_never_frozen(fun: Any) -> None:
     with pytest.raises(TypeError, match="generator"):
         as_jax(fun)(jnp.ones(2))
