@@ -111,7 +111,7 @@ def test_an_empty_batch_runs_nothing(size):
 
 def test_rows_of_each_microbatch():
     seen = microbatch(lambda x: x[None], 0, 2, CONCAT, remainder="run")
-    with pytest.raises(TypeError):  # a last microbatch of another width cannot be stacked
+    with pytest.raises(ValueError, match=r"shape \(1, 2\) for a full microbatch and \(1, 1\) for the rows left over"):
         seen(jnp.arange(7))
     ends = lambda x: jnp.stack([x[0], x[-1], x[0]])  # 3 entries: no multiple of 2 rows, so in the microbatches' order
     for partition, expected in [("strided", [0, 3, 0, 1, 4, 1, 2, 5, 2]), ("contiguous", [0, 1, 0, 2, 3, 2, 4, 5, 4])]:
