@@ -8,6 +8,7 @@ import jax
 import torch
 from jax import Array
 
+from ..torchax_ops import torchax_table
 from ._registry import lowering
 from .backward import forward
 
@@ -35,3 +36,12 @@ def convolution_backward(
     gx, gw = pull(g)
     bias = g.sum(axis=(0, *range(2, g.ndim))) if mask[2] else None
     return gx if mask[0] else None, gw if mask[1] else None, bias
+
+
+@lowering("aten.convolution")
+def convolution(x: Array, weight: Array, *args: Any) -> Array:
+    """torchax's, which gives wrong numbers for grouped transposed convolutions: those are refused."""
+    transposed, groups = args[4], args[6]
+    if transposed and groups > 1:
+        raise NotImplementedError("a transposed convolution with groups > 1 is not supported; use groups=1")
+    return torchax_table()[torch.ops.aten.convolution](x, weight, *args)
