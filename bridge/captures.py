@@ -89,6 +89,12 @@ def hashable(value: Any) -> Hashable:
     return (type(value), value.hex() if isinstance(value, float) else value)
 
 
+def is_traced(fun: Any) -> bool:
+    """Whether ``as_jax`` made this very function; ``functools.wraps`` copies its mark onto transforms of it."""
+    mark = getattr(fun, "__dict__", {}).get(SOURCE)
+    return mark is not None and mark[0] is fun
+
+
 class Walk:
     """The key and the captured tensors of a callable (or any other value)."""
 
@@ -193,9 +199,9 @@ class Walk:
                 self._visit(v, (path, f"[{i}]"))
 
     def _function(self, f: types.FunctionType, path: Path) -> None:
-        if SOURCE in f.__dict__:  # a traced torch function: what counts is the torch function
+        if is_traced(f):  # what counts is the torch function
             self.parts.append(SOURCE)
-            self._visit(f.__dict__[SOURCE], path)
+            self._visit(f.__dict__[SOURCE][1], path)
             return
         code = f.__code__
         user = _is_user_code(code)

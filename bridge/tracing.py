@@ -80,7 +80,7 @@ def as_jax(torch_fun: Callable[..., Any], engine: Engine = "record") -> Callable
 def _wrap(fun: Any, original: Any) -> None:
     source = original.forward if isinstance(original, torch.nn.Module) else original
     functools.update_wrapper(fun, source)
-    setattr(fun, SOURCE, original)
+    setattr(fun, SOURCE, (fun, original))
     if isinstance(original, torch.nn.Module):
         fun.__name__ = type(original).__name__
 

@@ -419,3 +419,24 @@ def test_lift_of_a_transform_of_another_library() -> None:
     torch.testing.assert_close(out["c"], x)
     with pytest.raises(TypeError, match="which row"):
         lift(optax.microbatching.micro_vmap)(lambda a: F.dropout(a), (0,), microbatch_size=2)(x)
+
+
+def test_different_transforms_of_one_function_are_different_programs() -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (w * x.sin()).sum()
+
+    w, x = torch.tensor([1.0, 2.0]), torch.tensor([0.3, 0.5])
+    for _ in range(2):  # the second time every program is in the cache
+        torch.testing.assert_close(lift(jax.grad)(loss)(w, x), x.sin())
+        torch.testing.assert_close(lift(jax.grad)(loss, argnums=1)(w, x), w * x.cos())
+        value, gradient = lift(jax.value_and_grad)(loss)(w, x)
+        torch.testing.assert_close(value, loss(w, x))
+        torch.testing.assert_close(gradient, x.sin())
+        torch.testing.assert_close(lift(jax.hessian)(loss, argnums=1)(w, x), torch.diag(-w * x.sin()))
+        rows = torch.stack([x, 2 * x, 3 * x])
+        for axis in (0, 1):
+            mapped = lift(jax.vmap)(lambda r: r.sin(), out_axes=axis)(rows)
+            torch.testing.assert_close(mapped, torch.func.vmap(torch.sin, out_dims=axis)(rows))
+    traced = as_jax(loss)
+    torch.testing.assert_close(as_torch(jax.grad(traced))(w, x), x.sin())
+    torch.testing.assert_close(as_torch(traced)(w, x), loss(w, x))

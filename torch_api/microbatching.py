@@ -14,7 +14,7 @@ import torch
 
 from .. import jax_impl
 from ..bridge import as_torch, lift
-from ..bridge.captures import SOURCE
+from ..bridge.captures import is_traced
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import Rows, flatten, to_jax_tree
 from ..jax_impl import AccumulationType, weighted_mean
@@ -411,7 +411,7 @@ def _replace(fun: Fun, target: int | str, args: Any, kwargs: Any, change: Fun) -
 
 def _number_rows(fun: Fun, targets: Sequence[int | str], axes: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Attach the row numbers to one batch argument, so that random draws can tell rows apart; ``axes`` is updated."""
-    if SOURCE not in getattr(fun, "__dict__", {}):  # written in JAX: its keys are arguments
+    if not is_traced(fun):  # written in JAX: its keys are arguments
         return args, kwargs
     for i, (target, axis) in enumerate(zip(targets, axes, strict=False)):
         place = _place(fun, target, args, kwargs)
