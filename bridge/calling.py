@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .captures import Walk, forked_child, hashable, written_count
+from .captures import Walk, forked_child, hashable, surroundings, written_count
 from .compilation import Body, Trace, common_device, is_differentiable, jax_cotangents, memory_order
 from .context import current_call, running
 from .trees import argument_name, bound_arguments, flatten, to_jax_tree, to_torch_tree
@@ -89,7 +89,15 @@ def _program(
     statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
     walk = Walk(jax_fun)
     shapes = tuple((t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in arguments)
-    fixed_part = (treedef, tuple(dynamic), shapes, tuple(map(hashable, statics)), torch.is_grad_enabled(), recompute)
+    fixed_part = (
+        treedef,
+        tuple(dynamic),
+        shapes,
+        tuple(map(hashable, statics)),
+        torch.is_grad_enabled(),
+        recompute,
+        surroundings(),
+    )
     orders = tuple(map(memory_order, (*arguments, *walk.tensors)))
     signature = (walk.key, orders, fixed_part)
 

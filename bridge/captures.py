@@ -80,6 +80,14 @@ class Same:
         return mine is not None and mine is other._get()
 
 
+def surroundings() -> Hashable:
+    """What torch's own state says about a call: the same function gives other results under autocast."""
+    autocast = tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+    return torch.get_default_dtype(), autocast
+
+
 def hashable(value: Any) -> Hashable:
     """A static argument as part of a signature: 1, 1.0 and True differ, NaN equals itself."""
     try:

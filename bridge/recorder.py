@@ -23,6 +23,7 @@ from .values import jax_dtype
 aten = torch.ops.aten
 _VALUE_OPS = (aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.allclose)
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
+_FACTORING = (aten._linalg_det, aten._linalg_slogdet)
 _INDEXING = (aten.index, aten.index_put, aten._unsafe_index, aten._unsafe_index_put)
 
 
@@ -152,6 +153,9 @@ class Recorder(ti.TorchDispatchMode):
             error.add_note(f"while microtome traced {user_line()}")
             raise
         outs = ti.torch_pytree.tree_leaves(out)
+        if func.overloadpacket in _FACTORING:
+            # torch factors the transpose of a contiguous real matrix, and its backward pass counts on that.
+            kwargs = {**kwargs, "of_transpose": args[0].is_contiguous() and not args[0].is_complex()}
         leaves, spec = ti.torch_pytree.tree_flatten((args, kwargs))
         values = tuple(self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         index, single = len(self.nodes), isinstance(out, torch.Tensor)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .captures import SOURCE, Restored, Walk, WrittenContainers, generator_states, hashable
+from .captures import SOURCE, Restored, Walk, WrittenContainers, generator_states, hashable, surroundings
 from .context import Call, current_call
 from .differentiation import Source, TorchFunction
 from .errors import TraceError, WrittenArgument, frozen_number
@@ -126,7 +126,8 @@ class _Traced:
             statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
             walk = Walk(self.torch_fun)
             once = outer.in_body() if outer is not None else not any(isinstance(a, jax.core.Tracer) for a in arrays)
-            signature = (treedef, tuple(dynamic), tuple(metas), tuple(map(hashable, statics)), walk.key, once)
+            fixed = (*map(hashable, statics), surroundings())
+            signature = (treedef, tuple(dynamic), tuple(metas), fixed, walk.key, once)
             if signature not in self._tracings:
                 if len(self._tracings) >= _CACHE_SIZE:
                     self._tracings.pop(next(iter(self._tracings)))

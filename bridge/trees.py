@@ -91,7 +91,7 @@ def to_jax_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
             return leaf(x)
         if kind is dict:
             return Dict({k: convert(v) for k, v in x.items()})
-        if kind in torch_pytree.SUPPORTED_NODES and not isinstance(x, _JAX_NODES):
+        if kind in torch_pytree.SUPPORTED_NODES and kind not in _JAX_NODES:  # the exact type: subclasses differ
             children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(x)
             return _Container([convert(c) for c in children], _Build(kind, context))
         one_level = _one_level(x)

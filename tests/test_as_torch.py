@@ -440,3 +440,52 @@ def test_different_transforms_of_one_function_are_different_programs() -> None:
     traced = as_jax(loss)
     torch.testing.assert_close(as_torch(jax.grad(traced))(w, x), x.sin())
     torch.testing.assert_close(as_torch(traced)(w, x), loss(w, x))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("name", ["det", "slogdet", "logdet", "inv", "solve", "lu"])
+def test_factorisations_of_matrices_that_are_not_symmetric(name: str, dtype: torch.dtype, layout: str) -> None:
+    functions = {
+        "det": lambda a: torch.det(a),
+        "slogdet": lambda a: torch.linalg.slogdet(a)[1],
+        "logdet": lambda a: torch.logdet(a @ a.mH).real,
+        "inv": lambda a: torch.linalg.inv(a),
+        "solve": lambda a: torch.linalg.solve(a, a.mT * 2 + 1),
+        "lu": lambda a: torch.linalg.lu(a)[2],
+    }
+    fun = functions[name]
+    base = torch.randn(2, 3, 3, dtype=dtype)
+    grads = []
+    for call in (_through(fun), fun):
+        leaf = base.clone().requires_grad_()
+        out = call(leaf.mT if layout == "transposed" else leaf * 1)
+        torch.view_as_real(out).sum().backward() if out.is_complex() else out.sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_autocast_and_the_default_dtype_are_part_of_a_call() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    call = _through(lambda x: layer(x))
+    for autocast in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, expected = call(x), layer(x)
+        assert out.dtype == expected.dtype
+    made = _through(lambda x: x.double() * torch.ones(2))
+    assert _through(lambda x: torch.ones(2) + x.sum().long())(x).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert _through(lambda x: torch.ones(2) + x.sum().long())(x).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made(torch.ones(2)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("fun", [lambda t: t.max(1), lambda t: t.sort(1), lambda t: t.topk(2), lambda t: t.median(1)])
+def test_named_results_of_torch_come_back(fun: Any) -> None:
+    x = torch.randn(3, 4)
+    got, expected = _through(fun)(x), fun(x)
+    assert type(got) is type(expected)
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two)

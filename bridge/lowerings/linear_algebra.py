@@ -35,14 +35,14 @@ def _solve(lu: Array, pivots: Array, b: Array, left: bool = True, adjoint: bool 
 
 
 @lowering("aten._linalg_det")
-def det(a: Array) -> tuple[Array, Array, Array]:
-    lu, pivots, diagonal, sign = _lu(a)
+def det(a: Array, of_transpose: bool = False) -> tuple[Array, Array, Array]:
+    lu, pivots, diagonal, sign = _lu(jnp.swapaxes(a, -1, -2) if of_transpose else a)
     return sign * diagonal.prod(-1), lu, pivots
 
 
 @lowering("aten._linalg_slogdet")
-def slogdet(a: Array) -> tuple[Array, Array, Array, Array]:
-    lu, pivots, diagonal, sign = _lu(a)
+def slogdet(a: Array, of_transpose: bool = False) -> tuple[Array, Array, Array, Array]:
+    lu, pivots, diagonal, sign = _lu(jnp.swapaxes(a, -1, -2) if of_transpose else a)
     return sign * jnp.sign(diagonal).prod(-1), jnp.log(jnp.abs(diagonal)).sum(-1), lu, pivots
 
 
@@ -79,3 +79,12 @@ def eigh(a: Array, uplo: str = "L", vectors: bool = True) -> tuple[Any, Any]:
     """torch reads one triangle; jnp would average the two."""
     v, w = jax.lax.linalg.eigh(a, lower=uplo == "L", symmetrize_input=False)
     return w, v
+
+
+@lowering("aten.linalg_lu")
+def linalg_lu(a: Array, pivot: bool = True) -> tuple[Array, Array, Array]:
+    """torchax slices by a traced size, which does not compile."""
+    if not pivot:
+        raise NotImplementedError("linalg.lu without pivoting has no counterpart in JAX")
+    lu, pivots, _, _ = _lu(a)
+    return lu_unpack(lu, pivots)
