@@ -4,12 +4,14 @@ A walk over a function gives two things. The *key* says whether a trace made ear
 constants, training flags, dtypes and shapes. The *tensors* are read afresh at each call and become inputs of the
 compiled program; a function with an equal key captures them in the same order.
 
-Of an object that is no module, only attributes are followed whose names occur in the function's code, so that a
-trainer's history or data set is neither read nor watched.
+Of an object, a class or a Python module of the user's, only attributes are followed whose names occur in code that the
+walk reaches, so that a trainer's history or data set is neither read nor watched. Which names those are is known only
+at the end of a walk: it starts again when it met new ones, and remembers them for the next time.
 """
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import os
@@ -45,11 +47,14 @@ _LONG = 10_000  # a longer list is data, not configuration: told apart by identi
 
 SOURCE = "__microtome_source__"
 
+_KNOWN_NAMES: dict[Hashable, frozenset[str]] = {}
+_MANY_ROOTS = 4096
+
 Path = tuple[Any, str] | None
 Slot = tuple[Any, str]  # the code or class that names a container, and the name
 
-# Lists, dicts and sets that a traced function was seen to write to: a log, a counter of its own calls. They are not
-# part of its key, or each trace would invalidate itself.
+# Lists that a traced function was seen to append to, such as a log. They are not part of its key, or each trace would
+# invalidate itself.
 _WRITTEN: set[Slot] = set()
 
 
@@ -107,6 +112,21 @@ class Walk:
     """The key and the captured tensors of a callable (or any other value)."""
 
     def __init__(self, root: object) -> None:
+        identity = _identity(root)
+        names = _KNOWN_NAMES.get(identity, frozenset())
+        while True:
+            self._start(names)
+            self._visit(root, None)
+            if self._met == names:
+                break
+            # Remembered names of another function are no use: the key must not depend on what was called before.
+            names = names | self._met if self._met >= names else frozenset()
+        _KNOWN_NAMES[identity] = names
+        if len(_KNOWN_NAMES) > _MANY_ROOTS:
+            _KNOWN_NAMES.pop(next(iter(_KNOWN_NAMES)))
+        self.key = tuple(self.parts)
+
+    def _start(self, names: frozenset[str]) -> None:
         self.parts: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.paths: list[Path] = []
@@ -116,11 +136,10 @@ class Walk:
         self.generators: list[Any] = []  # of Python's and NumPy's random numbers
         self._seen: dict[int, int] = {}
         self._keep: list[object] = []
-        self._names: frozenset[str] = frozenset()
+        self._names = names
+        self._met: frozenset[str] = frozenset()
         self._owner: torch.nn.Module | None = None
         self._slot: Slot = (None, "")
-        self._visit(root, None)
-        self.key = tuple(self.parts)
 
     @property
     def user_code(self) -> types.CodeType | None:
@@ -142,7 +161,7 @@ class Walk:
             add((float, x.hex()))
         elif isinstance(x, torch.Tensor):
             self._tensor(x, path)
-        elif isinstance(x, (types.ModuleType, type, types.BuiltinFunctionType)):
+        elif isinstance(x, types.BuiltinFunctionType) or (isinstance(x, (types.ModuleType, type)) and not _is_users(x)):
             add(Same(x))
         elif id(x) in self._seen:
             add(("seen", self._seen[id(x)]))
@@ -163,7 +182,7 @@ class Walk:
         self.parts.append((type(x), x.dtype, x.shape, x.requires_grad, x.device, x.layout))
 
     def _object(self, x: Any, path: Path) -> None:
-        if isinstance(x, (list, tuple, set, frozenset, dict)):
+        if isinstance(x, (list, tuple, set, frozenset, dict, collections.deque)):
             self._container(x, path)
         elif isinstance(x, types.FunctionType):
             self._function(x, path)
@@ -183,6 +202,8 @@ class Walk:
             self.generators.append(x)
         elif isinstance(x, jax.Array):
             self.parts.append(Same(x))
+        elif isinstance(x, (types.ModuleType, type)):
+            self._namespace(x, path)
         elif hasattr(x, "__wrapped__"):
             self.parts.append(type(x))
             self._visit(x.__wrapped__, path)
@@ -217,8 +238,8 @@ class Walk:
             self.parts.append(Same(f))
             return
         self.parts += (code, f.__module__, code.co_filename)
-        outer, names = self._names, _names(code)
-        self._names = self._names | names
+        names = _names(code)
+        self._met |= names
         for defaults in (f.__defaults__, f.__kwdefaults__):
             self._visit(defaults, (path, "defaults"))
         for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
@@ -233,7 +254,6 @@ class Walk:
                 self.parts.append(name)
                 self._slot = (code, name)
                 self._visit(f.__globals__[name], (path, name))
-        self._names = outer
 
     def _module(self, m: torch.nn.Module, path: Path) -> None:
         cls: Any = type(m)
@@ -255,29 +275,48 @@ class Walk:
         for name in _HOOKS:
             if fields[name]:
                 self._visit(list(fields[name].values()), (path, f".{name}"))
-        for f in _user_methods(cls):
-            self._visit(f, (path, ""))
+        self._class_part(cls, path)
         self._owner = outer
 
     def _attributes(self, x: Any, path: Path) -> None:
-        fields = getattr(x, "__dict__", None)
         cls: Any = type(x)
         self.parts.append(cls)
-        if not isinstance(fields, dict) or cls.__module__.partition(".")[0] in ("jax", "jaxlib", "torch"):
+        fields = getattr(x, "__dict__", None)
+        if not _is_users(cls) and not isinstance(x, types.SimpleNamespace):
             self.parts.append(Same(x))
             return
-        self.holders.append(x)
-        methods = [f for f in _user_methods(cls) if f.__name__ in self._names or f.__name__ == "__call__"]
-        outer = self._names
-        for f in methods:
-            self._names = self._names | _names(f.__code__)
+        if isinstance(fields, dict):
+            self.holders.append(x)
+            self._fields(fields, (cls, ""), path)
+        for name in sorted(self._names & _slots(cls)):
+            if hasattr(x, name):
+                self.parts.append(name)
+                self._visit(getattr(x, name), (path, f".{name}"))
+        self._class_part(cls, path)
+
+    def _class_part(self, cls: Any, path: Path) -> None:
+        """What an object gets from the user's own classes: methods, properties, class attributes."""
+        for base in cls.__mro__:
+            if _is_users(base):
+                self._visit(base, (path, ""))
+
+    def _namespace(self, x: Any, path: Path) -> None:
+        """A class or a Python module of the user's."""
+        self.parts.append(Same(x))
+        fields = dict(vars(x))
+        for name in ("__call__", "forward"):
+            if isinstance(fields.get(name), types.FunctionType):
+                self._visit(fields[name], (path, f".{name}"))
+        self._fields(fields, (x, ""), path)
+
+    def _fields(self, fields: Any, slot: Slot, path: Path) -> None:
         for k in sorted(fields.keys() & self._names, key=str):
+            value = fields[k]
+            value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            value = value.fget if isinstance(value, property) else value
             self.parts.append(k)
-            self._slot = (cls, str(k))
-            self._visit(fields[k], (path, f".{k}"))
-        for f in methods:
-            self._visit(f, (path, ""))
-        self._names = outer
+            self._slot = (slot[0], str(k))
+            self._visit(value, (path, f".{k}"))
 
 
 def _is_user_code(code: types.CodeType) -> bool:
@@ -295,18 +334,48 @@ def path_name(path: Path) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Every name that the code and the functions defined in it look up."""
+    """Every name that the code and the functions defined in it look up, ``getattr(x, "name")`` included."""
     inner = (_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+    strings = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+    return frozenset(code.co_names).union(strings, *inner)
 
 
 @functools.lru_cache(maxsize=4096)
-def _user_methods(cls: Any) -> tuple[types.FunctionType, ...]:
-    """The methods that a class gets from the user's own code."""
-    found = {}
-    for base in reversed(cls.__mro__):
-        found.update({k: v for k, v in vars(base).items() if isinstance(v, types.FunctionType)})
-    return tuple(f for k, f in sorted(found.items()) if k != "__init__" and _is_user_code(f.__code__))
+def _is_users(x: Any) -> bool:
+    """Whether a class or a Python module is the user's own."""
+    if isinstance(x, type):
+        x = sys.modules.get(x.__module__)
+    file = getattr(x, "__file__", None)
+    if x is None or file is None:  # defined at a prompt, or built in
+        return x is not None and x.__name__ == "__main__"
+    return not os.path.abspath(file).startswith((*_LIBRARIES, *_OWN))
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(cls: Any) -> frozenset[str]:
+    return frozenset(
+        k for base in cls.__mro__ for k, v in vars(base).items() if isinstance(v, types.MemberDescriptorType)
+    )
+
+
+def _identity(root: Any) -> Hashable:
+    """A name for a root that is the same in each step: its code, and that of the torch functions in its closure."""
+    cells = [c.cell_contents for c in getattr(root, "__closure__", None) or () if _is_filled(c)]
+    inner = tuple(_code(f.__dict__[SOURCE][1]) for f in (root, *cells) if is_traced(f))
+    return _code(root), inner
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _code(fun: Any) -> Hashable:
+    fun = getattr(fun, "__func__", fun)
+    kind: Any = type(fun)
+    return getattr(fun, "__code__", kind)
 
 
 def generator_states(walk: Walk) -> list[Any]:
@@ -321,8 +390,11 @@ class WrittenContainers:
         self._before = [(slot, container, _content(container)) for slot, container in walk.containers]
 
     def remember(self) -> None:
-        """Leave what was written to out of all further keys."""
-        _WRITTEN.update(slot for slot, container, before in self._before if _content(container) != before)
+        """Leave lists that were appended to out of all further keys; what was changed otherwise is traced again."""
+        for slot, container, before in self._before:
+            content = _content(container)
+            if isinstance(container, list) and len(content) > len(before) and content[: len(before)] == before:
+                _WRITTEN.add(slot)
 
 
 def _content(container: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import gc
 import threading
 import warnings
@@ -489,3 +490,105 @@ def test_named_results_of_torch_come_back(fun: Any) -> None:
     assert type(got) is type(expected)
     for one, two in zip(got, expected, strict=True):
         torch.testing.assert_close(one, two)
+
+
+class _Settings:
+    scale = 2.0
+
+
+class _Trainer:
+    __slots__ = ("__dict__", "slot")
+    shared = 1.0
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.slot = scale, 1.0
+        self.weight = torch.full((3,), scale)
+        self.layer = nn.Linear(3, 3, bias=False)
+        self.options = {"a": 1.0}
+        self.queue = collections.deque([1.0])
+        self.default: Any = collections.defaultdict(float, q=1.0)
+        self.history: list[float] = []
+
+    @property
+    def doubled(self) -> float:
+        return self.options["a"] * 2
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        traces.append(1)
+        return self.inner(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = self.doubled * self.slot * self.shared * self.queue[-1] * self.default["q"] * _Settings.scale
+        return (self.layer(x) * self.weight * self.scale * numbers * getattr(self, "extra", 1.0)).sum()
+
+    __call__ = loss
+
+
+def _changes() -> dict[str, Any]:
+    return {
+        "number": lambda t: setattr(t, "scale", 9.0),
+        "tensor rebound": lambda t: setattr(t, "weight", torch.ones(3)),
+        "tensor in place": lambda t: t.weight.mul_(3),
+        "module rebound": lambda t: setattr(t, "layer", nn.Linear(3, 3, bias=False)),
+        "state dict": lambda t: t.layer.load_state_dict({"weight": torch.ones(3, 3)}),
+        "dict behind a property": lambda t: t.options.update(a=5.0),
+        "slot": lambda t: setattr(t, "slot", 4.0),
+        "deque": lambda t: t.queue.append(6.0),
+        "defaultdict": lambda t: t.default.update(q=7.0),
+        "attribute by name": lambda t: setattr(t, "extra", 3.0),
+        "class attribute shadowed": lambda t: setattr(t, "shared", 5.0),
+    }
+
+
+@pytest.mark.parametrize("name", _changes())
+@pytest.mark.parametrize("kind", ["bound method", "callable", "partial", "lambda"])
+def test_what_an_object_holds_is_never_stale(kind: str, name: str) -> None:
+    trainer, x = _Trainer(2.0), torch.randn(3)
+    fun: Any = {
+        "bound method": trainer.loss,
+        "callable": trainer,
+        "partial": functools.partial(trainer.loss),
+        "lambda": lambda x: trainer.loss(x),
+    }[kind]
+    call = _through(fun)
+    torch.testing.assert_close(call(x), fun(x))
+    before = fun(x)
+    with torch.no_grad():
+        _changes()[name](trainer)
+    assert not torch.allclose(fun(x), before)
+    torch.testing.assert_close(call(x), fun(x))
+    torch.testing.assert_close(_through(fun)(x), fun(x))
+
+
+def test_two_objects_of_one_class_are_two_functions() -> None:
+    one, two, x = _Trainer(1.0), _Trainer(5.0), torch.randn(3)
+    for method in ("loss", "inner"):
+        for trainer in (one, two, one):
+            torch.testing.assert_close(_through(getattr(trainer, method))(x), getattr(trainer, method)(x))
+    _through(two.loss)(x).backward()
+    assert one.layer.weight.grad is None
+    assert two.layer.weight.grad is not None
+
+
+def test_a_class_attribute_may_change() -> None:
+    trainer, x = _Trainer(1.0), torch.randn(3)
+    call = _through(trainer.loss)
+    call(x)
+    try:
+        _Settings.scale = 11.0
+        torch.testing.assert_close(call(x), trainer.loss(x))
+    finally:
+        _Settings.scale = 2.0
+
+
+def test_what_the_function_does_not_read_traces_nothing() -> None:
+    """A trainer's history grows, and other functions are called between two calls of one."""
+    trainer, x = _Trainer(2.0), torch.randn(3)
+    counts = []
+    for step in range(4):
+        _through(trainer.loss)(x)
+        counts.append(len(traces))
+        trainer.history.append(step)
+        _through(lambda y: trainer.inner(y) * 2 + trainer.weight.sum())(x)
+        trainer.unread = step
+    assert counts == [counts[0]] * 4
