@@ -18,7 +18,7 @@ import torch
 from .captures import Walk, forked_child, hashable, surroundings, written_count
 from .compilation import Body, Trace, common_device, is_differentiable, jax_cotangents, memory_order
 from .context import current_call, running
-from .trees import argument_name, bound_arguments, flatten, to_jax_tree, to_torch_tree
+from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
 
@@ -83,17 +83,15 @@ def _program(
             "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA "
             "would hang. Call it in the parent, or start workers with multiprocessing_context='spawn'."
         )
-    leaves, treedef = flatten(to_jax_tree((args, kwargs)))
-    dynamic = [isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray)) for leaf in leaves]
-    arguments = [_tensor(leaf) for leaf, d in zip(leaves, dynamic, strict=True) if d]
-    statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
+    leaves, structure = Structure.split(to_jax_tree((args, kwargs)), _moves)
+    arguments = list(map(_tensor, leaves))
     walk = Walk(jax_fun)
     shapes = tuple((t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in arguments)
     fixed_part = (
-        treedef,
-        tuple(dynamic),
+        structure.treedef,
+        structure.moves,
         shapes,
-        tuple(map(hashable, statics)),
+        tuple(map(hashable, structure.fixed)),
         torch.is_grad_enabled(),
         recompute,
         surroundings(),
@@ -102,8 +100,7 @@ def _program(
     signature = (walk.key, orders, fixed_part)
 
     def body(*arrays: Any) -> Any:
-        rest, fixed = iter(arrays), iter(statics)
-        args, kwargs = treedef.unflatten([next(rest) if d else next(fixed) for d in dynamic])
+        args, kwargs = structure.join(arrays)
         return jax_fun(*args, **kwargs)
 
     with _LOCK:
@@ -147,6 +144,10 @@ def _check_arguments(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs:
                 raise type(error)(f"{argument_name(path)}: {error}") from None
 
 
+def _moves(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray))
+
+
 def _tensor(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
@@ -183,6 +184,7 @@ class Program:
             inputs = [*inputs, *trace.call.missing]
         self._compiled, self.saved, self.moving, self._backward = compiled
         self.hidden = [weakref.ref(t) for t in inputs[len(arguments) + len(captured) :]]
+        assert trace.shape is not None
         self.draws, self._shape = trace.call.draws, trace.shape
         self.mutated = [trace.position(t) for t, _ in trace.call.mutations]
 
@@ -203,9 +205,7 @@ class Program:
             return [array_to_tensor(g) for g in found]
 
     def unflatten(self, outputs: Sequence[torch.Tensor]) -> Any:
-        treedef, made, others = self._shape
-        rest = iter(outputs)
-        return to_torch_tree(treedef.unflatten([next(rest) if m else o for m, o in zip(made, others, strict=True)]))
+        return to_torch_tree(self._shape.join(outputs))
 
     def memory_analysis(self) -> Any:
         """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""

@@ -16,27 +16,18 @@ import enum
 import functools
 import os
 import random
-import site
 import sys
 import types
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 
-_LIBRARIES = tuple(
-    os.path.join(path, "")
-    for path in {
-        *site.getsitepackages(),
-        os.path.dirname(os.__file__),
-        *(os.path.dirname(m.__file__ or "") for m in (jax, torch)),
-    }
-)
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_OWN = tuple(os.path.join(_PACKAGE + part, "") for part in ("bridge", "jax_impl", "torch_api"))
+from .user_code import is_users_file
+
 _PLAIN = (
     *(bool, int, str, bytes, complex, type(None), enum.Enum, range, slice),
     *(torch.dtype, torch.device, torch.Size, jax.tree_util.PyTreeDef),
@@ -144,7 +135,7 @@ class Walk:
     @property
     def user_code(self) -> types.CodeType | None:
         """The code of the first function met that is the user's own."""
-        return next((p for p in self.parts if isinstance(p, types.CodeType) and _is_user_code(p)), None)
+        return next((p for p in self.parts if isinstance(p, types.CodeType) and is_users_file(p.co_filename)), None)
 
     def describe(self, tensor: torch.Tensor) -> tuple[str, torch.nn.Module | None]:
         """Where a captured tensor was found, and the module that owns it."""
@@ -233,7 +224,7 @@ class Walk:
             self._visit(f.__dict__[SOURCE][1], path)
             return
         code = f.__code__
-        user = _is_user_code(code)
+        user = is_users_file(code.co_filename)
         if not user and not f.__closure__ and not f.__defaults__ and not f.__kwdefaults__:
             self.parts.append(Same(f))
             return
@@ -287,7 +278,7 @@ class Walk:
             return
         if isinstance(fields, dict):
             self.holders.append(x)
-            self._fields(fields, (cls, ""), path)
+            self._fields(fields, cls, path)
         for name in sorted(self._names & _slots(cls)):
             if hasattr(x, name):
                 self.parts.append(name)
@@ -307,20 +298,16 @@ class Walk:
         for name in ("__call__", "forward"):
             if isinstance(fields.get(name), types.FunctionType):
                 self._visit(fields[name], (path, f".{name}"))
-        self._fields(fields, (x, ""), path)
+        self._fields(fields, x, path)
 
-    def _fields(self, fields: Any, slot: Slot, path: Path) -> None:
+    def _fields(self, fields: Any, owner: Any, path: Path) -> None:
         for k in sorted(fields.keys() & self._names, key=str):
             value = fields[k]
             value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
             value = value.fget if isinstance(value, property) else value
             self.parts.append(k)
-            self._slot = (slot[0], str(k))
+            self._slot = (owner, str(k))
             self._visit(value, (path, f".{k}"))
-
-
-def _is_user_code(code: types.CodeType) -> bool:
-    return not code.co_filename.startswith((*_LIBRARIES, *_OWN))
 
 
 def path_name(path: Path) -> str:
@@ -348,7 +335,7 @@ def _is_users(x: Any) -> bool:
     file = getattr(x, "__file__", None)
     if x is None or file is None:  # defined at a prompt, or built in
         return x is not None and x.__name__ == "__main__"
-    return not os.path.abspath(file).startswith((*_LIBRARIES, *_OWN))
+    return is_users_file(os.path.abspath(file))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -420,7 +407,7 @@ class Restored:
             if isinstance(v, list) and any(isinstance(x, torch.Tensor) for x in v)
         ]
 
-    def changes(self) -> Iterator[tuple[Any, str, Any, Any]]:
+    def changes(self) -> list[tuple[Any, str, Any, Any]]:
         """(object, attribute, before, after) for every attribute that now holds another tensor; all are put back."""
         changed = []
         for live, k, mirror, elements in self._mirrors:
@@ -433,7 +420,7 @@ class Restored:
                     live[k] = before[k]
                 else:
                     del live[k]
-        return iter(changed)
+        return changed
 
 
 def _dicts(holder: Any) -> list[dict[str, Any]]:

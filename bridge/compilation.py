@@ -12,7 +12,7 @@ import torch
 from jax.experimental.layout import Format, Layout
 
 from .context import Call, running
-from .trees import flatten, to_jax_tree
+from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import jax_device, jax_dtype, tensor_to_array
 from .versions import enable_x64
 
@@ -26,7 +26,7 @@ class Trace:
     def __init__(self, body: Body, inputs: Sequence[torch.Tensor], count: int, device: torch.device) -> None:
         self.body, self.inputs, self.count = body, inputs, count
         self.call = Call({}, None, device)
-        self.shape: list[Any] = []
+        self.shape: Structure | None = None  # of the outputs
         self.moving: list[bool] = []
         where = jax.sharding.SingleDeviceSharding(jax_device(device))
         self.avals = [
@@ -45,10 +45,8 @@ class Trace:
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
         self.call.tensors.update({id(t): a for t, a in captured})
         self.call.enter_body()
-        leaves, treedef = flatten(to_jax_tree(self.body(*arrays[: self.count])))
-        made = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
-        self.shape = [treedef, made, [None if m else leaf for leaf, m in zip(leaves, made, strict=True)]]
-        return [jnp.asarray(x) for x, m in zip(leaves, made, strict=True) if m], [v for _, v in self.call.mutations]
+        outputs, self.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)
+        return [jnp.asarray(x) for x in outputs], [v for _, v in self.call.mutations]
 
     def pull(self, need: tuple[bool, ...], key: Any, arrays: Sequence[Any]) -> Any:
         """``jax.vjp`` of the function in the inputs that ``need`` names."""
@@ -71,7 +69,8 @@ class Trace:
 
         with enable_x64(), running(self.call):
             lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            return None if self.call.missing else lowered.compile(), [], [True] * len(self.shape[1]), None
+            moving = [True] * len(lowered.out_info[0])
+            return None if self.call.missing else lowered.compile(), [], moving, None
 
     def compile_backward(self, need: tuple[bool, ...]) -> tuple[Any, ...]:
         """(forward with residuals, the inputs among these, which outputs have gradients, backward)."""

@@ -166,12 +166,10 @@ def _jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any) -> Sequence[torch
 class Forward:
     """Inputs -> outputs, then the final values of the captured tensors that the function writes to."""
 
+    need: tuple[bool, ...] | None = None
+
     def __init__(self, function: TorchFunction) -> None:
         self.function = function
-
-    @property
-    def need(self) -> tuple[bool, ...] | None:
-        return None
 
     @functools.cached_property
     def avals(self) -> list[Any]:
@@ -208,18 +206,14 @@ class Saving(Forward):
 
     def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
         super().__init__(function)
-        self._need = need
-
-    @property
-    def need(self) -> tuple[bool, ...] | None:
-        return self._need
+        self.need: tuple[bool, ...] = need
 
     @functools.cached_property
     def avals(self) -> list[Any]:
-        return [*Forward(self.function).avals, *(m.aval for m in self.function.graph(self._need).saved_metas())]
+        return [*Forward(self.function).avals, *(m.aval for m in self.function.graph(self.need).saved_metas())]
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        return _evaluate(self.function.graph(self._need), key, arrays, saving=True)
+        return _evaluate(self.function.graph(self.need), key, arrays, saving=True)
 
 
 class Backward:
@@ -377,9 +371,9 @@ def _run(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
 
 
 def _run_now(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
-    compiled = program.__dict__.setdefault("compiled", None) or jax.jit(program.run)
-    program.compiled = compiled
-    return compiled(*arrays)
+    if "compiled" not in program.__dict__:
+        program.compiled = jax.jit(program.run)
+    return program.compiled(*arrays)
 
 
 def _abstract(*avals: Any, program: Any, linear: int = 0) -> list[Any]:

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import site
 import sys
 import traceback
 import types
 from collections.abc import Iterator
 
-import torch
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN = tuple(os.path.join(_PACKAGE, part, "") for part in ("bridge", "jax_impl", "torch_api"))
-_LIBRARIES = tuple(
-    os.path.join(path, "")
-    for path in {
-        *site.getsitepackages(),
-        os.path.dirname(os.__file__),
-        os.path.dirname(os.path.dirname(torch.__file__)),
-    }
-)
+from .user_code import LIBRARIES, OWN
 
 
 class TraceError(TypeError):
@@ -35,8 +22,8 @@ def user_line(error: BaseException | None = None) -> str:
         frames = reversed([(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)])
     library = "?"
     for name, line in frames:
-        if not name.startswith((*_OWN, "<frozen")):
-            if not name.startswith(_LIBRARIES):
+        if not name.startswith((*OWN, "<frozen")):
+            if not name.startswith(LIBRARIES):
                 return f"{name}:{line}"
             library = f"{name}:{line}" if library == "?" else library
     return library

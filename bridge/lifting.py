@@ -11,7 +11,7 @@ import torch
 
 from .calling import as_torch
 from .tracing import as_jax
-from .trees import flatten, to_jax_tree
+from .trees import Structure, to_jax_tree
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])
 _MARK = "__microtome_jax__"
@@ -52,20 +52,14 @@ def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(transform)
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = flatten(to_jax_tree((args, kwargs)))
-        traced = [to_jax_callable(leaf) for leaf in leaves]
-        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tree = to_jax_tree((args, kwargs), to_jax_callable)
+        tensors, structure = Structure.split(tree, lambda leaf: isinstance(leaf, torch.Tensor))
 
         def apply(*arrays: Any) -> Any:
-            full = list(traced)
-            for i, array in zip(where, arrays, strict=True):
-                full[i] = array
-            args, kwargs = treedef.unflatten(full)
+            args, kwargs = structure.join(arrays)
             return transform(*args, **kwargs)
 
-        if where:
-            return as_torch(apply)(*(leaves[i] for i in where))
-        return _out(apply())
+        return as_torch(apply)(*tensors) if tensors else _out(apply())
 
     return lifted
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -24,7 +23,7 @@ from .errors import TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_update_of
 from .torch2jax_engine import InterpretedFunction, is_interpreted
-from .trees import argument_name, bound_arguments, flatten, to_jax_tree, to_torch_tree, without_rows
+from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, tensor_to_array, torch_dtype
 from .versions import enable_x64
 
@@ -47,7 +46,7 @@ def as_jax(torch_fun: Callable[..., Any], engine: Engine = "record") -> Callable
         torch_fun: a function, lambda, bound method or ``nn.Module`` from pytrees of tensors to pytrees of tensors.
             Ints, bools, strings, None and floats among the arguments are static.
         engine: ``"record"`` (torch records, JAX runs) or ``"torch2jax"``, an independent second opinion for
-            cross-checks: it differentiates by JAX's rules, bakes captured tensors in, and supports fewer ops.
+            cross-checks: it differentiates by JAX's rules, refuses to update buffers, and supports fewer ops.
 
     Returns:
         ``fun(*args, key=None, **kwargs)``: arrays where the torch function has tensors. ``key`` (a ``jax.random`` key)
@@ -77,9 +76,13 @@ def as_jax(torch_fun: Callable[..., Any], engine: Engine = "record") -> Callable
     return fun
 
 
+def python_function(fun: Any) -> Any:
+    """What has the name, the docstring and the signature of a callable: of a module, its ``forward``."""
+    return fun.forward if isinstance(fun, torch.nn.Module) else fun
+
+
 def _wrap(fun: Any, original: Any) -> None:
-    source = original.forward if isinstance(original, torch.nn.Module) else original
-    functools.update_wrapper(fun, source)
+    functools.update_wrapper(fun, python_function(original))
     setattr(fun, SOURCE, (fun, original))
     if isinstance(original, torch.nn.Module):
         fun.__name__ = type(original).__name__
@@ -87,7 +90,7 @@ def _wrap(fun: Any, original: Any) -> None:
 
 def _parameters(fun: Any) -> Any:
     try:
-        return inspect.signature(fun.forward if isinstance(fun, torch.nn.Module) else fun).parameters
+        return inspect.signature(python_function(fun)).parameters
     except (TypeError, ValueError):
         return {}
 
@@ -117,22 +120,20 @@ class _Traced:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         with enable_x64():
             tree, rows = without_rows(to_jax_tree((args, kwargs), _to_array))
-            leaves, treedef = flatten(tree)
-            dynamic = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
-            arrays = [jnp.asarray(leaf) for leaf, d in zip(leaves, dynamic, strict=True) if d]
+            leaves, structure = Structure.split(tree, is_array)
+            arrays = list(map(jnp.asarray, leaves))
             outer = current_call()
             device = torch.device("cpu") if outer is None else outer.device
             metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
-            statics = [leaf for leaf, d in zip(leaves, dynamic, strict=True) if not d]
             walk = Walk(self.torch_fun)
             once = outer.in_body() if outer is not None else not any(isinstance(a, jax.core.Tracer) for a in arrays)
-            fixed = (*map(hashable, statics), surroundings())
-            signature = (treedef, tuple(dynamic), tuple(metas), fixed, walk.key, once)
+            fixed = (*map(hashable, structure.fixed), surroundings())
+            signature = (structure.treedef, structure.moves, tuple(metas), fixed, walk.key, once)
             if signature not in self._tracings:
                 if len(self._tracings) >= _CACHE_SIZE:
                     self._tracings.pop(next(iter(self._tracings)))
                 written, states = WrittenContainers(walk), generator_states(walk)
-                made = self._trace(treedef, dynamic, statics, metas, walk, once)
+                made = self._trace(structure, metas, walk, once)
                 if generator_states(walk) != states:
                     raise frozen_number()
                 written.remember()
@@ -146,53 +147,48 @@ class _Traced:
             return unflatten(results[:count])
 
     def _trace(
-        self, treedef: Any, dynamic: list[bool], statics: list[Any], metas: list[Meta], walk: Walk, once: bool
+        self, structure: Structure, metas: list[Meta], walk: Walk, once: bool
     ) -> tuple[Tracing, Callable[[Sequence[Any]], Any], Source | None]:
         torch_fun = self.torch_fun
-        shape: list[Any] = []
+        shape: list[Structure] = []
 
         def flat(*tensors: Any) -> list[Any]:
-            rest, fixed = iter(tensors), iter(statics)
-            args, kwargs = to_torch_tree(treedef.unflatten([next(rest) if d else next(fixed) for d in dynamic]))
+            args, kwargs = to_torch_tree(structure.join(tensors))
             restored = Restored(walk.holders)
             try:
                 with contextlib.nullcontext() if once else _NoBatchStatistics(walk):
                     result = to_jax_tree(torch_fun(*args, **kwargs))
             finally:
-                changed = list(restored.changes())
+                changed = restored.changes()
             _keep_updates(changed)
-            leaves, out_tree = flatten(result)
-            made = [isinstance(leaf, torch.Tensor) or self._stands_for_tensor(leaf) for leaf in leaves]
-            shape[:] = [out_tree, made, [None if m else leaf for leaf, m in zip(leaves, made, strict=True)]]
-            return [leaf for leaf, m in zip(leaves, made, strict=True) if m]
+            outputs, out = Structure.split(result, self._is_tensor)
+            shape[:] = [out]
+            return outputs
 
         def unflatten(arrays: Sequence[Any]) -> Any:
-            rest = iter(arrays)
-            out_tree, made, others = shape
-            return out_tree.unflatten([next(rest) if m else other for m, other in zip(made, others, strict=True)])
+            return shape[0].join(arrays)
 
         if self.engine == "record":
             source = Source(flat)
             try:
                 return TorchFunction(source, metas), unflatten, source
             except WrittenArgument as error:
-                raise self._written_argument(error.index, treedef, dynamic, statics) from None
+                raise self._written_argument(error.index, structure, walk) from None
         return InterpretedFunction(flat, metas, walk.tensors), unflatten, None
 
-    def _written_argument(self, index: int, treedef: Any, dynamic: list[bool], statics: list[Any]) -> TraceError:
-        number, fixed = itertools.count(), iter(statics)
-        args, kwargs = to_torch_tree(treedef.unflatten([_Number(next(number)) if d else next(fixed) for d in dynamic]))
+    def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
+        args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
         named = jax.tree_util.tree_flatten_with_path(bound_arguments(self.torch_fun, args, kwargs))[0]
         name = next(argument_name(path) for path, leaf in named if isinstance(leaf, _Number) and leaf.value == index)
-        code = Walk(self.torch_fun).user_code
+        code = walk.user_code
         where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
         return TraceError(
             f"{where}the function writes to its argument {name} in place, but a traced function leaves its inputs "
             f"as they are. Work on a copy: {name.split('[')[0]}.clone(), or the op that is not in place."
         )
 
-    def _stands_for_tensor(self, leaf: Any) -> bool:
-        return self.engine == "torch2jax" and is_interpreted(leaf)
+    def _is_tensor(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) or (self.engine == "torch2jax" and is_interpreted(leaf))
 
     def _captured(self, function: Tracing, outer: Call | None) -> list[Any]:
         if outer is None:

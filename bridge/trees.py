@@ -9,10 +9,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import torch
 from torch.utils import _pytree as torch_pytree
 
@@ -152,6 +153,32 @@ def argument_name(path: tuple[Any, ...]) -> str:
     """``params['w']`` for the path of a leaf of :func:`bound_arguments`."""
     first, *rest = path
     return str(getattr(first, "key", first)) + jax.tree_util.keystr(tuple(rest))
+
+
+class Structure(NamedTuple):
+    """A tree without the leaves that move through a program: what stays, and how to put others in their places."""
+
+    treedef: Any
+    moves: tuple[bool, ...]
+    fixed: tuple[Any, ...]
+
+    @classmethod
+    def split(cls, tree: Any, moves: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
+        """The leaves that move, and the rest."""
+        leaves, treedef = flatten(tree)
+        flags = tuple(map(moves, leaves))
+        moving = [leaf for leaf, m in zip(leaves, flags, strict=True) if m]
+        return moving, cls(treedef, flags, tuple(leaf for leaf, m in zip(leaves, flags, strict=True) if not m))
+
+    def join(self, moving: Iterable[Any]) -> Any:
+        """The tree with other leaves in the places of those that move."""
+        rest, fixed = iter(moving), iter(self.fixed)
+        return self.treedef.unflatten([next(rest) if m else next(fixed) for m in self.moves])
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether JAX takes a leaf as an array: tracers and NumPy's scalars included, Python's numbers not."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:

@@ -16,6 +16,7 @@ from .. import jax_impl
 from ..bridge import as_torch, lift
 from ..bridge.captures import is_traced
 from ..bridge.lifting import to_jax_callable
+from ..bridge.tracing import python_function
 from ..bridge.trees import Rows, flatten, to_jax_tree
 from ..jax_impl import AccumulationType, weighted_mean
 
@@ -139,30 +140,25 @@ def microbatch(
     tensor(4.6667)
     """
     traced = to_jax_callable(fun)
-    positions = [argnums] if isinstance(argnums, int) else list(argnums)
-    names = [argnames] if isinstance(argnames, str) else list(argnames)
-    targets: list[int | str] = [*positions, *names]
-    options: dict[str, Any] = {"argnames": argnames, "remainder": remainder, "partition": partition}
-    joined = to_jax_tree(accumulator)
-    jax_impl.microbatch(
+    targets = [*_listed(argnums), *_listed(argnames)]
+    transform = functools.partial(
+        jax_impl.microbatch,
         traced,
         argnums,
         microbatch_size,
-        joined,
-        in_axes=in_axes,
-        num_real_microbatches=_host(num_real_microbatches),
-        **options,
+        to_jax_tree(accumulator),
+        argnames=argnames,
+        remainder=remainder,
+        partition=partition,
     )
+    transform(in_axes=in_axes, num_real_microbatches=_host(num_real_microbatches))
 
     def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
         axes = [in_axes] * len(targets) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
         args, kwargs = _number_rows(traced, targets, axes, args, kwargs)
-        mapped = jax_impl.microbatch(
-            traced, argnums, microbatch_size, joined, in_axes=tuple(axes), num_real_microbatches=num_real, **options
-        )
-        return mapped(*args, **kwargs)
+        return transform(in_axes=tuple(axes), num_real_microbatches=num_real)(*args, **kwargs)
 
-    return _finish(run, fun, num_real_microbatches)
+    return _finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
 
 
 def micro_vmap(
@@ -191,23 +187,23 @@ def micro_vmap(
     tensor([1., 5., 9.])
     """
     traced = to_jax_callable(fun)
-    joined = to_jax_tree(accumulator)
-    options: dict[str, Any] = {
-        "microbatch_size": microbatch_size,
-        "accumulator": joined,
-        "remainder": remainder,
-        "partition": partition,
-    }
-    jax_impl.micro_vmap(traced, in_axes, out_axes, num_real_microbatches=_host(num_real_microbatches), **options)
+    transform = functools.partial(
+        jax_impl.micro_vmap,
+        traced,
+        out_axes=out_axes,
+        microbatch_size=microbatch_size,
+        accumulator=to_jax_tree(accumulator),
+        remainder=remainder,
+        partition=partition,
+    )
+    transform(in_axes=in_axes, num_real_microbatches=_host(num_real_microbatches))
 
     def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
         axes = [in_axes] * len(args) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
-        targets: list[int | str] = [*range(len(axes))]
-        args, kwargs = _number_rows(traced, targets, axes, args, kwargs)
-        mapped = jax_impl.micro_vmap(traced, tuple(axes), out_axes, num_real_microbatches=num_real, **options)
-        return mapped(*args, **kwargs)
+        args, kwargs = _number_rows(traced, range(len(axes)), axes, args, kwargs)
+        return transform(in_axes=tuple(axes), num_real_microbatches=num_real)(*args, **kwargs)
 
-    return _finish(run, fun, num_real_microbatches)
+    return _finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
 
 
 def micro_grad(
@@ -276,8 +272,7 @@ def micro_grad(
     ({'w': tensor([-1., -1.])}, tensor([1., 1.]))
     """
     traced = to_jax_callable(fun)
-    wanted = [argnums] if isinstance(argnums, int) else list(argnums)
-    batched: list[int | str] = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+    wanted, batched = _listed(argnums), _listed(batch_argnums)
     options: dict[str, Any] = {
         "has_aux": has_aux,
         "argnums": argnums,
@@ -306,17 +301,10 @@ def micro_grad(
         args, kwargs = _number_rows(traced, batched, [0] * len(batched), args, kwargs)
         return jax_impl.micro_grad(loss, num_real_microbatches=num_real, **options)(*args, **kwargs)
 
-    compiled: Any = as_torch(_signed(run, fun), recompute=True)
+    def leading(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return num_real_microbatches, _frozen(traced, wanted, args, kwargs)
 
-    @functools.wraps(fun.forward if isinstance(fun, torch.nn.Module) else fun)
-    def grads_of(*args: Any, **kwargs: Any) -> tuple[Any, jax_impl.Aux]:
-        return compiled(num_real_microbatches, _frozen(traced, wanted, args, kwargs), *args, **kwargs)
-
-    def programs(*args: Any, **kwargs: Any) -> Any:
-        return compiled.compiled(num_real_microbatches, _frozen(traced, wanted, args, kwargs), *args, **kwargs)
-
-    grads_of.compiled = programs  # type: ignore[attr-defined]
-    return grads_of
+    return _finish(run, fun, leading, recompute=True)
 
 
 def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> None:
@@ -352,22 +340,28 @@ def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> N
             parameters[name].grad = grad.detach()
 
 
-def _finish(run: Fun, fun: Fun, num_real: Any) -> Fun:
-    compiled: Any = as_torch(_signed(run, fun))
+def _finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recompute: bool = False) -> Fun:
+    """``run(*leading(*args), *args)`` as a torch callable that looks like ``fun``."""
+    call: Any = as_torch(_signed(run, fun), recompute=recompute)
 
-    @functools.wraps(fun.forward if isinstance(fun, torch.nn.Module) else fun)
+    @functools.wraps(python_function(fun))
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return compiled(num_real, *args, **kwargs)
+        return call(*leading(*args, **kwargs), *args, **kwargs)
 
-    wrapped.compiled = lambda *args, **kwargs: compiled.compiled(num_real, *args, **kwargs)  # type: ignore[attr-defined]
+    wrapped.compiled = lambda *args, **kwargs: call.compiled(*leading(*args, **kwargs), *args, **kwargs)  # type: ignore[attr-defined]
     return wrapped
+
+
+def _listed(value: int | str | Sequence[Any]) -> list[Any]:
+    """``argnums`` and ``argnames`` may be one or several."""
+    return [value] if isinstance(value, (int, str)) else list(value)
 
 
 def _signed(run: Fun, fun: Fun) -> Fun:
     """Give ``run`` the parameters of ``fun`` in the place of ``*args, **kwargs``, so that messages can name them."""
     own = [p for p in inspect.signature(run).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     with contextlib.suppress(TypeError, ValueError):
-        users = inspect.signature(fun.forward if isinstance(fun, torch.nn.Module) else fun).parameters.values()
+        users = inspect.signature(python_function(fun)).parameters.values()
         positional = [p.replace(kind=p.POSITIONAL_ONLY) for p in own]
         run.__signature__ = inspect.Signature([*positional, *users])  # type: ignore[attr-defined]
     return run
