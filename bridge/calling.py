@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import collections
 import functools
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
+from . import torch_internals as ti
+from .autograd import LOCK, apply, find_program, is_transformed, keep
 from .captures import Walk, forked_child, hashable, surroundings, written_count
-from .compilation import Body, Trace, common_device, is_differentiable, jax_cotangents, memory_order
-from .context import current_call, running
+from .compilation import Outline, Root, outline
+from .side_effects import write
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
-from .values import array_to_tensor, tensor_to_array, tensors_to_arguments
-from .versions import enable_x64
+from .values import array_to_tensor, tensor_to_array
 
 _CACHE_SIZE = 256
 _MANY = 32  # compilations of one function after which a warning names it
-_LOCK = threading.RLock()
-_PROGRAMS: collections.OrderedDict[Any, Program] = collections.OrderedDict()
+
+# What is known of a call before it runs, and the captured tensors that only its trace met.
+_KNOWN: collections.OrderedDict[Any, tuple[Outline, list[weakref.ref[torch.Tensor]]]] = collections.OrderedDict()
 _COMPILED: collections.Counter[Any] = collections.Counter()
 
 
@@ -57,27 +57,30 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
     tensor([ 3., 12.])
     """
 
+    ti.load_dynamo()
+
     def fun(*args: Any, **kwargs: Any) -> Any:
         return _call(jax_fun, recompute, args, kwargs)
 
     functools.update_wrapper(fun, jax_fun)
-    fun.compiled = lambda *args, **kwargs: _program(jax_fun, recompute, args, kwargs)[0]  # type: ignore[attr-defined]
+    fun.compiled = lambda *args, **kwargs: find_program(*_prepare(jax_fun, recompute, args, kwargs))  # type: ignore[attr-defined]
     return fun
 
 
+@ti.disable_dynamo  # torch.compile breaks its graph here
 def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    program, tensors, body = _program(jax_fun, recompute, args, kwargs)
-    key = _new_key(program.draws)
-    if any(program.need):
-        outputs = _Differentiable.apply(program, body, key, *tensors)
-    else:
-        outputs = program.forward(key, tensors)[0]
-    return program.unflatten(outputs)
+    root, tensors = _prepare(jax_fun, recompute, args, kwargs)
+    assert root.outline is not None
+    outputs = apply(root, _new_key(root.outline.draws), tensors)
+    for i, key, value in root.outline.effects:
+        write(root.places[i], key, value)
+    return to_torch_tree(root.outline.shape.join(outputs))
 
 
-def _program(
+def _prepare(
     jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Program, list[torch.Tensor], Body]:
+) -> tuple[Root, list[torch.Tensor]]:
+    """The call as a flat function with its outline, and its inputs."""
     if forked_child():
         raise RuntimeError(
             "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA "
@@ -86,38 +89,46 @@ def _program(
     leaves, structure = Structure.split(to_jax_tree((args, kwargs)), _moves)
     arguments = list(map(_tensor, leaves))
     walk = Walk(jax_fun)
-    shapes = tuple((t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in arguments)
-    fixed_part = (
-        structure.treedef,
-        structure.moves,
-        shapes,
-        tuple(map(hashable, structure.fixed)),
-        torch.is_grad_enabled(),
-        recompute,
-        surroundings(),
-    )
-    orders = tuple(map(memory_order, (*arguments, *walk.tensors)))
-    signature = (walk.key, orders, fixed_part)
+    fixed = (structure.treedef, structure.moves, tuple(map(hashable, structure.fixed)), recompute, surroundings())
 
     def body(*arrays: Any) -> Any:
         args, kwargs = structure.join(arrays)
         return jax_fun(*args, **kwargs)
 
-    with _LOCK:
-        program = _PROGRAMS.get(signature)
-        if program is None or any(ref() is None for ref in program.hidden):
+    def prepared(hidden: list[torch.Tensor]) -> tuple[Root, list[torch.Tensor]]:
+        root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk.places, recompute)
+        return root, root.inputs
+
+    grad = torch.is_grad_enabled()
+    forms = tuple((t.dtype, t.shape, t.device, grad and t.requires_grad) for t in arguments)
+    signature = walk.key, fixed, forms, grad
+    with LOCK:
+        found = _KNOWN.get(signature)
+        hidden = [] if found is None else [t for t in (ref() for ref in found[1]) if t is not None]
+        if found is None or len(hidden) < len(found[1]):
             _check_arguments(jax_fun, args, kwargs)
             written = written_count()
-            program = Program(body, arguments, walk.tensors, recompute)
-            if written_count() != written:
-                signature = (Walk(jax_fun).key, orders, fixed_part)
-            _PROGRAMS[signature] = program
-            if len(_PROGRAMS) > _CACHE_SIZE:
-                _PROGRAMS.popitem(last=False)
+            hidden = []
+            while True:
+                root, tensors = prepared(hidden)
+                program = None if is_transformed(tensors) else find_program(root, tensors)
+                seen = outline(root, tensors) if program is None else program.outline
+                if not seen.missing:
+                    break
+                hidden += seen.missing
+            if written_count() != written:  # the key leaves out now what the function was seen to write to
+                walk = Walk(jax_fun)
+                signature = walk.key, *signature[1:]
+                if program is not None:
+                    keep(program, *prepared(hidden))
+            found = _KNOWN[signature] = seen, [weakref.ref(t) for t in hidden]
+            if len(_KNOWN) > _CACHE_SIZE:
+                _KNOWN.popitem(last=False)
             _warn_of_many(walk)
-        _PROGRAMS.move_to_end(signature)
-        hidden = [t for t in (ref() for ref in program.hidden) if t is not None]
-    return program, [*arguments, *walk.tensors, *hidden], body
+        _KNOWN.move_to_end(signature)
+    root, tensors = prepared(hidden)
+    root.outline = found[0]
+    return root, tensors
 
 
 def _warn_of_many(walk: Walk) -> None:
@@ -137,7 +148,7 @@ def _warn_of_many(walk: Walk) -> None:
 def _check_arguments(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Name the argument that holds a tensor which XLA cannot take, before anything is traced."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(to_jax_tree(bound_arguments(jax_fun, args, kwargs)))[0]:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and not ti.is_functorch_wrapped_tensor(leaf):
             try:
                 tensor_to_array(leaf)
             except (TypeError, ValueError) as error:
@@ -158,106 +169,5 @@ def _new_key(draws: bool) -> np.ndarray:
     """A key from torch's default generator, taken only if the program draws."""
     if not draws:
         return np.zeros(2, np.uint32)
-    return torch.randint(0, 2**32, (2,), dtype=torch.int64).numpy().astype(np.uint32)
-
-
-class Program:
-    """A JAX function compiled for one signature: forward, and where an input requires grad, backward.
-
-    It keeps compiled programs and shapes, no tensors and no functions. Its inputs are the arguments, the tensors that a
-    walk over the function found, and ``hidden`` ones that only the trace met.
-    """
-
-    def __init__(
-        self, body: Body, arguments: Sequence[torch.Tensor], captured: Sequence[torch.Tensor], recompute: bool
-    ) -> None:
-        self.device = common_device([*arguments, *captured])
-        self.count, self.recompute = len(arguments), recompute
-        inputs = [*arguments, *captured]
-        while True:
-            self.need = tuple(torch.is_grad_enabled() and is_differentiable(t) for t in inputs)
-            trace = Trace(body, inputs, self.count, self.device)
-            residuals = any(self.need) and not recompute
-            compiled = trace.compile_backward(self.need) if residuals else trace.compile_forward()
-            if not trace.call.missing:
-                break
-            inputs = [*inputs, *trace.call.missing]
-        self._compiled, self.saved, self.moving, self._backward = compiled
-        self.hidden = [weakref.ref(t) for t in inputs[len(arguments) + len(captured) :]]
-        assert trace.shape is not None
-        self.draws, self._shape = trace.call.draws, trace.shape
-        self.mutated = [trace.position(t) for t, _ in trace.call.mutations]
-
-    def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """Outputs and residuals; buffers are updated."""
-        with enable_x64():
-            outputs, updates, residuals = self._compiled(key, *tensors_to_arguments(tensors))
-            made = [array_to_tensor(o) for o in outputs]
-            with torch.no_grad():
-                for i, value in zip(self.mutated, updates, strict=True):
-                    tensors[i].copy_(array_to_tensor(value))
-        return made, residuals
-
-    def backward(self, saved: Sequence[torch.Tensor], residuals: Any, cotangents: Sequence[torch.Tensor]) -> Any:
-        with enable_x64():
-            given = [tensor_to_array(c.contiguous()) for c in cotangents]
-            found = self._backward(list(map(tensor_to_array, saved)), residuals, given)
-            return [array_to_tensor(g) for g in found]
-
-    def unflatten(self, outputs: Sequence[torch.Tensor]) -> Any:
-        return to_torch_tree(self._shape.join(outputs))
-
-    def memory_analysis(self) -> Any:
-        """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""
-        return self._compiled.memory_analysis()
-
-
-class _Differentiable(torch.autograd.Function):
-    """A compiled call as a node of torch's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, program: Program, body: Body, key: Any, *tensors: torch.Tensor) -> Any:
-        # A buffer that the call writes to: a second derivative starts from the value that it had.
-        before = [t.clone() if i in program.mutated else t for i, t in enumerate(tensors)]
-        made, ctx.residuals = program.forward(key, tensors)
-        ctx.save_for_backward(*(tensors[i] for i in program.saved))
-        ctx.program, ctx.again = program, (body, key, before, [t._version for t in before])
-        ctx.mark_non_differentiable(
-            *(
-                m
-                for m, d in zip(made, program.moving, strict=True)
-                if not d or not (m.is_floating_point() or m.is_complex())
-            )
-        )
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        if torch.is_grad_enabled() or ctx.program.recompute:
-            grads = _differentiable_backward(ctx.program, ctx.again, cotangents)
-        else:
-            grads = ctx.program.backward(ctx.saved_tensors, ctx.residuals, cotangents)
-        rest = iter(grads)
-        return None, None, None, *(next(rest) if n else None for n in ctx.program.need)
-
-
-def _differentiable_backward(program: Program, again: Any, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The backward pass as a call of its own, from the inputs, so that torch can differentiate it again."""
-    body, key, tensors, versions = again
-    if [t._version for t in tensors] != list(versions):
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation between "
-            "the forward pass and a backward pass that starts from the inputs"
-        )
-    count, device, need = program.count, program.device, program.need
-
-    def product(key: Any, inputs: Any, cotangents: Any) -> list[Any]:
-        outer = current_call()
-        trace = Trace(body, tensors, count, device)
-        with running(trace.call):
-            _, pull, _ = trace.pull(need, key, inputs)
-        if outer is not None:
-            outer.draws = outer.draws or trace.call.draws
-        return [jnp.conj(g) for g in pull(jax_cotangents(cotangents))]
-
-    return as_torch(product)(torch.from_numpy(key), list(tensors), list(cotangents))
+    with ti.temporarily_clear_interpreter_stack():  # torch.func.vmap decides by itself what its rows share
+        return torch.randint(0, 2**32, (2,), dtype=torch.int64).numpy().astype(np.uint32)

@@ -12,6 +12,7 @@ at the end of a walk: it starts again when it met new ones, and remembers them f
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 import functools
 import os
@@ -47,6 +48,30 @@ Slot = tuple[Any, str]  # the code or class that names a container, and the name
 # Lists that a traced function was seen to append to, such as a log. They are not part of its key, or each trace would
 # invalidate itself.
 _WRITTEN: set[Slot] = set()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Something that the function may write to: an object's attributes, a list, a dict, a cell, a module's globals."""
+
+    owner: Any
+    label: str
+    names: frozenset[str] | None = None  # only these keys are the function's business
+    is_attributes: bool = False
+    is_library: bool = False
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether keys are positions."""
+        return isinstance(self.owner, (list, collections.deque))
+
+    def name(self, key: Any) -> str:
+        """The place as the user would write it."""
+        if self.is_attributes:
+            return f"{self.label}.{key}"
+        if self.names is not None or isinstance(self.owner, types.CellType):
+            return str(key)
+        return f"{self.label}[{key!r}]"
 
 
 class Same:
@@ -122,7 +147,7 @@ class Walk:
         self.tensors: list[torch.Tensor] = []
         self.paths: list[Path] = []
         self.owners: list[torch.nn.Module | None] = []
-        self.holders: list[Any] = []  # objects whose attributes were followed
+        self.places: list[Place] = []  # what the function may write to
         self.containers: list[tuple[Slot, Any]] = []
         self.generators: list[Any] = []  # of Python's and NumPy's random numbers
         self._seen: dict[int, int] = {}
@@ -210,6 +235,8 @@ class Walk:
             self.parts.append(Same(x))
             return
         self.containers.append((self._slot, x))
+        if isinstance(x, (list, dict, collections.deque)):
+            self.places.append(Place(x, path_name(path)))
         if isinstance(x, dict):
             for k, v in list(x.items()):
                 self.parts.append(k if isinstance(k, Hashable) else None)
@@ -239,8 +266,10 @@ class Walk:
             except ValueError:  # not yet assigned
                 content = None
             self._slot = (code, name)
+            self.places.append(Place(cell, name))
             self._visit(content, (path, name))
         if user:
+            self.places.append(Place(f.__globals__, "", names))
             for name in sorted(names & f.__globals__.keys()):
                 self.parts.append(name)
                 self._slot = (code, name)
@@ -249,7 +278,8 @@ class Walk:
     def _module(self, m: torch.nn.Module, path: Path) -> None:
         cls: Any = type(m)
         self.parts += (cls, m.training)
-        self.holders.append(m)
+        kept = (m.__dict__, m.__dict__["_parameters"], m.__dict__["_buffers"])
+        self.places += [Place(d, cls.__name__, None, True, not _is_users(cls)) for d in kept]
         outer, self._owner = self._owner, m
         fields = m.__dict__
         for name in ("_parameters", "_buffers", "_modules"):
@@ -277,7 +307,7 @@ class Walk:
             self.parts.append(Same(x))
             return
         if isinstance(fields, dict):
-            self.holders.append(x)
+            self.places.append(Place(fields, cls.__name__, None, True))
             self._fields(fields, cls, path)
         for name in sorted(self._names & _slots(cls)):
             if hasattr(x, name):
@@ -298,6 +328,8 @@ class Walk:
         for name in ("__call__", "forward"):
             if isinstance(fields.get(name), types.FunctionType):
                 self._visit(fields[name], (path, f".{name}"))
+        owner = x if isinstance(x, type) else vars(x)
+        self.places.append(Place(owner, x.__name__, self._names, True))
         self._fields(fields, x, path)
 
     def _fields(self, fields: Any, owner: Any, path: Path) -> None:
@@ -392,40 +424,6 @@ def _content(container: Any) -> list[Any]:
 def written_count() -> int:
     """Grows whenever a key that was made before may be out of date."""
     return len(_WRITTEN)
-
-
-class Restored:
-    """Puts the attributes of objects back after a trace, and finds what the trace left in them."""
-
-    def __init__(self, holders: list[Any]) -> None:
-        self._saved = [(d, dict(d), holder) for holder in holders for d in _dicts(holder)]
-        # Lists that mirror parameters, such as an RNN's flat weights.
-        self._mirrors = [
-            (live, k, v, list(v))
-            for live, before, _ in self._saved
-            for k, v in before.items()
-            if isinstance(v, list) and any(isinstance(x, torch.Tensor) for x in v)
-        ]
-
-    def changes(self) -> list[tuple[Any, str, Any, Any]]:
-        """(object, attribute, before, after) for every attribute that now holds another tensor; all are put back."""
-        changed = []
-        for live, k, mirror, elements in self._mirrors:
-            mirror[:] = elements
-            live[k] = mirror
-        for live, before, holder in self._saved:
-            for k in [k for k in live if isinstance(live[k], torch.Tensor) and live[k] is not before.get(k)]:
-                changed.append((holder, k, before.get(k), live[k]))
-                if k in before:
-                    live[k] = before[k]
-                else:
-                    del live[k]
-        return changed
-
-
-def _dicts(holder: Any) -> list[dict[str, Any]]:
-    fields = holder.__dict__
-    return [fields, fields["_parameters"], fields["_buffers"]] if isinstance(holder, torch.nn.Module) else [fields]
 
 
 def forked_child() -> bool:

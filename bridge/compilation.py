@@ -1,8 +1,9 @@
-"""One compilation of a JAX function for torch: the trace, its context, and the programs that come out of it."""
+"""Functions of flat arrays that stand for a call, its derivatives and its maps, and their compiled programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -11,78 +12,206 @@ import numpy as np
 import torch
 from jax.experimental.layout import Format, Layout
 
+from .captures import Place
 from .context import Call, running
+from .differentiation import independent_outputs
 from .trees import Structure, flatten, is_array, to_jax_tree
-from .values import jax_device, jax_dtype, tensor_to_array
+from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
 
-Body = Callable[..., Any]
 _KEY = jax.ShapeDtypeStruct((2,), "uint32")
+Arrays = Sequence[Any]
 
 
-class Trace:
-    """The tensors, functions and JAX context of one compilation; nothing of it outlives that."""
+class Flat:
+    """A JAX function of a key and a flat list of arrays. Functions with equal ``key`` share their programs."""
 
-    def __init__(self, body: Body, inputs: Sequence[torch.Tensor], count: int, device: torch.device) -> None:
-        self.body, self.inputs, self.count = body, inputs, count
-        self.call = Call({}, None, device)
-        self.shape: Structure | None = None  # of the outputs
-        self.moving: list[bool] = []
-        where = jax.sharding.SingleDeviceSharding(jax_device(device))
-        self.avals = [
-            jax.ShapeDtypeStruct(
-                t.shape, jax_dtype(t.dtype), sharding=where if order is None else _format(order, where)
-            )
-            for t, order in zip(inputs, map(memory_order, inputs), strict=True)
-        ]
+    key: Hashable
+    root: Root
+    first_cotangent: int | None = None  # the inputs from here on enter linearly
+
+    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+        """The flat outputs, for arrays or tracers."""
+        raise NotImplementedError
+
+
+class Root(Flat):
+    """A call: the inputs are the tensors among its arguments, then those that its function captures."""
+
+    def __init__(
+        self,
+        key: Hashable,
+        body: Callable[..., Any],
+        arguments: Sequence[torch.Tensor],
+        captured: Sequence[torch.Tensor],
+        places: Sequence[Place],
+        recompute: bool,
+    ) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.key = key, self.grad
+        self.root = self
+        self.body, self.count, self.recompute, self.places = body, len(arguments), recompute, places
+        self.inputs = [*arguments, *captured]
+        self.device = common_device(self.inputs)
+        self.outline: Outline | None = None
+
+    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+        captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
+        call.key = key
+        call.tensors.update({id(t): a for t, a in captured})
+        call.enter_body()
+        outputs, call.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)
+        return [jnp.asarray(x) for x in outputs]
 
     def position(self, tensor: torch.Tensor) -> int:
         """Which input a captured tensor is."""
         return next(i for i, t in enumerate(self.inputs) if t is tensor and i >= self.count)
 
-    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run the function on tracers: flat outputs, and the new values of buffers."""
-        captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
-        self.call.tensors.update({id(t): a for t, a in captured})
-        self.call.enter_body()
-        outputs, self.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)
-        return [jnp.asarray(x) for x in outputs], [v for _, v in self.call.mutations]
 
-    def pull(self, need: tuple[bool, ...], key: Any, arrays: Sequence[Any]) -> Any:
-        """``jax.vjp`` of the function in the inputs that ``need`` names."""
-        self.call.key = key
+class Product(Flat):
+    """Inputs and cotangents of all outputs -> gradients for the inputs that ``need`` names, in torch's convention."""
 
-        def run(*moving: Any) -> Any:
-            rest = iter(moving)
-            outputs, updates = self.run([next(rest) if n else a for n, a in zip(need, arrays, strict=True)])
-            self.moving = [type(o) is type(moving[0]) for o in outputs]  # the others do not depend on ``moving``
-            return outputs, updates
+    def __init__(self, base: Flat, need: tuple[bool, ...]) -> None:
+        self.base, self.need, self.root = base, need, base.root
+        self.key = "product", need, base.key
+        self.first_cotangent = len(need)
 
-        return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
+    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+        call.grad = True
+        count = len(self.need)
+        _, pull, _ = pull_back(self.base, call, key, self.need, arrays[:count])
+        return [jnp.conj(g) for g in pull(jax_cotangents(arrays[count:]))]
 
-    def compile_forward(self) -> tuple[Any, ...]:
-        """The program ``(key, *inputs) -> (outputs, updates of buffers, no residuals)``, in the form of the other."""
 
+class Pushforward(Flat):
+    """Inputs and the tangents of those that ``need`` names -> the tangents of the outputs that are not integers."""
+
+    def __init__(self, base: Flat, need: tuple[bool, ...]) -> None:
+        self.base, self.need, self.root = base, need, base.root
+        self.key = "pushforward", need, base.key
+
+    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+        call.grad = True
+        count = len(self.need)
+        inputs = arrays[:count]
+
+        def run(*needed: Any) -> list[Any]:
+            return self.base.run(call, key, _merge(self.need, needed, inputs))
+
+        _, tangents = jax.jvp(run, [a for a, n in zip(inputs, self.need, strict=True) if n], list(arrays[count:]))
+        return [t for t in tangents if t.dtype != jax.dtypes.float0]
+
+
+class Mapped(Flat):
+    """The function under ``jax.vmap``; ``axes`` are those of the inputs, the results are mapped over axis 0."""
+
+    def __init__(self, base: Flat, axes: tuple[int | None, ...], size: int, same_draws: bool) -> None:
+        self.base, self.axes, self.size, self.same_draws, self.root = base, axes, size, same_draws, base.root
+        self.key = "mapped", axes, size, same_draws, base.key
+
+    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+        def run(row: Any, *arrays: Any) -> list[Any]:
+            own = key if self.same_draws else jax.random.fold_in(key, row)
+            return self.base.run(call, own, arrays)
+
+        return jax.vmap(run, (0, *self.axes))(jnp.arange(self.size, dtype=jnp.uint32), *arrays)
+
+
+def pull_back(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Arrays) -> tuple[Any, Any, Any]:
+    """``jax.vjp`` in the inputs that ``need`` names: outputs, the pullback, and the new values of buffers."""
+
+    def run(*needed: Any) -> Any:
+        outputs = flat.run(call, key, _merge(need, needed, arrays))
+        kind = type(needed[0])
+        call.moving = [type(o) is kind for o in outputs]  # the others depend on no needed input
+        return outputs, [value for _, value in call.mutations]
+
+    return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
+
+
+def _merge(need: Sequence[bool], needed: Arrays, arrays: Arrays) -> list[Any]:
+    rest = iter(needed)
+    return [next(rest) if n else a for n, a in zip(need, arrays, strict=True)]
+
+
+def jax_cotangents(cotangents: Arrays) -> list[Any]:
+    """JAX's cotangents: the conjugates of torch's, and none for integers."""
+    return [
+        jnp.conj(c) if jnp.issubdtype(c.dtype, jnp.inexact) else np.zeros(c.shape, jax.dtypes.float0)
+        for c in cotangents
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """What a trace of a call has shown, whatever derivatives are taken of it."""
+
+    shape: Structure  # of the results
+    draws: bool
+    mutated: list[int]  # inputs that are written to: buffers
+    effects: list[tuple[int, Any, Any]]  # place, key and value of what each call writes
+    missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
+
+    @classmethod
+    def of(cls, call: Call, root: Root) -> Outline:
+        assert call.shape is not None
+        mutated = [] if call.missing else [root.position(t) for t, _ in call.mutations]
+        owners = [place.owner for place in root.places]
+        effects = [(next(i for i, o in enumerate(owners) if o is e.place.owner), e.key, e.after) for e in call.effects]
+        return cls(call.shape, call.draws, mutated, effects, call.missing)
+
+
+def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
+    """Trace a call without compiling it; the tensors may be those of ``torch.func``."""
+    call = Call({}, None, root.device, root.grad)
+    avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for t in tensors]
+    with enable_x64(), running(call):
+        jax.eval_shape(lambda key, *arrays: root.run(call, key, arrays), _KEY, *avals)
+    return Outline.of(call, root)
+
+
+class Program:
+    """A flat function compiled for inputs of one form: forward, and where an input requires grad, backward.
+
+    It keeps compiled code and shapes, no tensors and no functions.
+    """
+
+    def __init__(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
+        root = flat.root
+        self.need = tuple(torch.is_grad_enabled() and is_differentiable(t) for t in tensors)
+        self.recompute = root.recompute and flat is root
+        call = Call({}, None, root.device, root.grad)
+        avals = _avals(tensors, root.device)
+        with enable_x64(), running(call):
+            if any(self.need) and not self.recompute:
+                self._compile_both(flat, call, avals)
+            else:
+                self._compile_forward(flat, call, avals)
+        self.outline = Outline.of(call, root)
+        self.mutated = self.outline.mutated if flat is root else []
+
+    def _compile_forward(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
         def forward(key: Any, *arrays: Any) -> Any:
-            self.call.key = key
-            return *self.run(arrays), []
+            outputs = flat.run(call, key, arrays)
+            return outputs, [value for _, value in call.mutations] if flat is flat.root else [], []
 
-        with enable_x64(), running(self.call):
-            lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            moving = [True] * len(lowered.out_info[0])
-            return None if self.call.missing else lowered.compile(), [], moving, None
+        traced = jax.jit(forward).trace(_KEY, *avals)
+        self.saved: list[int] = []
+        self.moving = [_inexact(aval.dtype) for aval in traced.out_info[0]]
+        self.absent_outputs = self._zero_gradients(flat, traced)
+        self._forward = None if call.missing else traced.lower().compile()
 
-    def compile_backward(self, need: tuple[bool, ...]) -> tuple[Any, ...]:
-        """(forward with residuals, the inputs among these, which outputs have gradients, backward)."""
+    def _compile_both(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
         kept: list[Any] = []
 
         def forward(key: Any, *arrays: Any) -> Any:
-            outputs, pull, updates = self.pull(need, key, arrays)
+            outputs, pull, updates = pull_back(flat, call, key, self.need, arrays)
             leaves, treedef = flatten(pull)
-            written = {self.position(t) for t, _ in self.call.mutations if not self.call.missing}
+            written = {flat.root.position(t) for t, _ in call.mutations if not call.missing}
             # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
             which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
             kept[:] = [treedef, which]
+            updates = updates if flat is flat.root else []
             return outputs, updates, [leaf for leaf, i in zip(leaves, which, strict=True) if i is None]
 
         def backward(saved: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
@@ -90,15 +219,57 @@ class Trace:
             pull = treedef.unflatten([next(made) if i is None else next(given) for i in which])
             return [jnp.conj(g) for g in pull(jax_cotangents(cotangents))]
 
-        with enable_x64(), running(self.call):
-            lowered = jax.jit(forward).lower(_KEY, *self.avals)
-            treedef, which = kept
-            saved = [i for i in which if i is not None]
-            if self.call.missing:
-                return None, saved, [], None
-            outputs, _, residuals = lowered.out_info
-            pulled = jax.jit(backward).lower([self.avals[i] for i in saved], residuals, outputs)
-            return lowered.compile(), saved, self.moving, pulled.compile()
+        traced = jax.jit(forward).trace(_KEY, *avals)
+        treedef, which = kept
+        outputs, _, residuals = traced.out_info
+        self.saved = [i for i in which if i is not None]
+        self.moving = [m and _inexact(aval.dtype) for m, aval in zip(call.moving, outputs, strict=True)]
+        self.absent_outputs = self._zero_gradients(flat, traced)
+        if call.missing:
+            return
+        pulled = jax.jit(backward).trace([avals[i] for i in self.saved], residuals, outputs)
+        self._absent = independent_outputs(pulled.jaxpr, len(self.saved) + len(residuals))
+        self._forward, self._backward = traced.lower().compile(), pulled.lower().compile()
+
+    @staticmethod
+    def _zero_gradients(flat: Flat, traced: Any) -> list[bool]:
+        """Which outputs are gradients that do not depend on the cotangents: these are zero, and torch says None."""
+        if flat.first_cotangent is None:
+            return []
+        return independent_outputs(traced.jaxpr, flat.first_cotangent + 1)[: len(traced.out_info[0])]
+
+    def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+        """Outputs and residuals; buffers are updated."""
+        with enable_x64():
+            outputs, updates, residuals = self._forward(key, *tensors_to_arguments(tensors))  # type: ignore[misc]
+            made = [array_to_tensor(o) for o in outputs]
+            with torch.no_grad():
+                for i, value in zip(self.mutated, updates, strict=True):
+                    tensors[i].copy_(array_to_tensor(value))
+        return made, residuals
+
+    def backward(self, saved: Sequence[torch.Tensor], residuals: Any, cotangents: Sequence[torch.Tensor]) -> Any:
+        """Gradients for the needed inputs, None where there is none."""
+        with enable_x64():
+            given = [tensor_to_array(c.contiguous()) for c in cotangents]
+            found = self._backward(list(map(tensor_to_array, saved)), residuals, given)
+            return [None if absent else array_to_tensor(g) for absent, g in zip(self._absent, found, strict=True)]
+
+    def memory_analysis(self) -> Any:
+        """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""
+        return self._forward.memory_analysis()  # type: ignore[union-attr]
+
+
+def _inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _avals(tensors: Sequence[torch.Tensor], device: torch.device) -> list[Any]:
+    where = jax.sharding.SingleDeviceSharding(jax_device(device))
+    return [
+        jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype), sharding=where if order is None else _format(order, where))
+        for t, order in zip(tensors, map(memory_order, tensors), strict=True)
+    ]
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -117,14 +288,6 @@ def _format(order: tuple[int, ...], where: jax.sharding.Sharding) -> Format:
 def is_differentiable(tensor: torch.Tensor) -> bool:
     """Whether torch would track gradients of the tensor."""
     return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-
-
-def jax_cotangents(cotangents: Sequence[Any]) -> list[Any]:
-    """JAX's cotangents: the conjugates of torch's, and none for integers."""
-    return [
-        jnp.conj(c) if jnp.issubdtype(c.dtype, jnp.inexact) else np.zeros(c.shape, jax.dtypes.float0)
-        for c in cotangents
-    ]
 
 
 def common_device(tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from jax.extend.core import get_opaque_trace_state
 
+from .side_effects import Effect
+
 
 @dataclasses.dataclass
 class Call:
@@ -23,11 +25,15 @@ class Call:
     tensors: dict[int, Any]  # id of a captured tensor -> its tracer
     key: Any
     device: torch.device
+    grad: bool  # whether torch records for autograd in the function
     state: Any = None  # the trace in which buffers may be written
     missing: list[torch.Tensor] = dataclasses.field(default_factory=list)
     mutations: list[tuple[torch.Tensor, Any]] = dataclasses.field(default_factory=list)
+    effects: list[Effect] = dataclasses.field(default_factory=list)
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     draws: bool = False
+    shape: Any = None  # the structure of the results
+    moving: list[bool] = dataclasses.field(default_factory=list)  # which outputs depend on a needed input
 
     def enter_body(self) -> None:
         """Mark the current trace as the one that runs the function once, from start to end."""

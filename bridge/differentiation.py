@@ -35,14 +35,14 @@ Arrays = Sequence[jax.Array]
 
 
 class Source:
-    """A flat torch function and the tensors that it captures.
+    """A flat torch function and the tensors that it captures, ``known`` ones first.
 
     Whoever traces the function holds this. The recordings, which JAX's caches keep for long, refer to it weakly.
     """
 
-    def __init__(self, fun: Callable[..., Sequence[torch.Tensor]]) -> None:
+    def __init__(self, fun: Callable[..., Sequence[torch.Tensor]], known: Sequence[torch.Tensor] = ()) -> None:
         self.fun = fun
-        self.captured: list[torch.Tensor] = []
+        self.captured = list(known)
         self.derived: dict[Any, tuple[TorchFunction, Source]] = {}
 
 
@@ -52,14 +52,23 @@ class TorchFunction:
     Its inputs are the arguments and then the captured tensors, which the first recording finds.
     """
 
-    def __init__(self, source: Source, metas: Sequence[Meta]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        metas: Sequence[Meta],
+        need: Sequence[bool] | None = None,
+        wants: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
+        """Record the function, with the gradients of the arguments and captured tensors that are known to be needed."""
         self._source = weakref.ref(source)
         self.arguments = list(metas)
-        self._graphs: dict[tuple[bool, ...], Graph] = {}
         self._programs: dict[Any, Any] = {}
-        graph, source.captured = record(source.fun, self.arguments, [False] * len(metas), [])
+        needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]
+        needed += [t.requires_grad and wants(t) for t in source.captured]
+        graph, source.captured = record(source.fun, self.arguments, needed, source.captured, wants)
         self.metas = [*self.arguments, *(Meta.of(t) for t in source.captured)]
-        self._graphs[(False,) * len(self.metas)] = graph
+        self.first = graph
+        self._graphs: dict[tuple[bool, ...], Graph] = {graph.need: graph}
         self.outputs = graph.output_metas
         self.mutated = [len(self.arguments) + i for i, _ in graph.mutations]
         self.draws = graph.draws
@@ -85,13 +94,15 @@ class TorchFunction:
     def graph(self, need: tuple[bool, ...]) -> Graph:
         """The recording with the gradients of the inputs that ``need`` names."""
         if need not in self._graphs:
-            graph, captured = record(self.source.fun, self.arguments, need, self.captured)
-            if len(captured) != len(self.captured):
-                raise TypeError(
-                    "a tensor is captured only while the function is differentiated; pass it as an argument"
-                )
-            self._graphs[need] = graph
+            larger = (graph.for_inputs(need) for graph in list(self._graphs.values()))
+            self._graphs[need] = next((g for g in larger if g is not None), None) or self._record(need)
         return self._graphs[need]
+
+    def _record(self, need: tuple[bool, ...]) -> Graph:
+        graph, captured = record(self.source.fun, self.arguments, need, self.captured)
+        if len(captured) != len(self.captured):
+            raise TypeError("a tensor is captured only while the function is differentiated; pass it as an argument")
+        return graph
 
     def program(self, kind: type[Any], *args: Any) -> Any:
         """The program of a kind, made once: equal calls then share their compiled code."""
@@ -115,10 +126,12 @@ class TorchFunction:
         if (kind, need) not in source.derived:
             rule = _vjp_rule if kind == "vjp" else _jvp_rule
             call = functools.partial(_with_captured, source.fun, len(self.arguments), source.captured)
-            inputs = len(self.metas)
+            inputs, outputs, mutated = len(self.metas), self.differentiable(need), set(self.mutated)
 
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-                return rule(call, tensors[:inputs], tensors[inputs:], need)
+                # Buffers are written once, by the function itself: a derivative writes to copies.
+                tensors = tuple(t.clone() if i in mutated else t for i, t in enumerate(tensors))
+                return rule(call, tensors[:inputs], tensors[inputs:], need, outputs)
 
             inner = Source(derived)
             source.derived[kind, need] = TorchFunction(inner, [*self.metas, *extra]), inner
@@ -136,28 +149,38 @@ def _tracked(inputs: Sequence[torch.Tensor], need: Sequence[bool]) -> list[torch
     return [x if not n or x.requires_grad else x.detach().requires_grad_() for x, n in zip(inputs, need, strict=True)]
 
 
-def _vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any) -> Sequence[torch.Tensor]:
+def _vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any, moving: Sequence[int]) -> Sequence[torch.Tensor]:
     inputs = _tracked(inputs, need)
     wanted = [x for x, n in zip(inputs, need, strict=True) if n]
-    outputs = [o for o in fun(*inputs) if o.requires_grad]
-    found = torch.autograd.grad(outputs, wanted, cotangents, create_graph=True, allow_unused=True)
+    outputs = fun(*inputs)
+    pairs = [(outputs[i], c) for i, c in zip(moving, cotangents, strict=True) if outputs[i].requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x) for x in wanted]
+    found = torch.autograd.grad(
+        [o for o, _ in pairs], wanted, [c for _, c in pairs], create_graph=True, allow_unused=True
+    )
     return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
 
 
-def _jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any) -> Sequence[torch.Tensor]:
+def _jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any, moving: Sequence[int]) -> Sequence[torch.Tensor]:
     """J t as the derivative of u -> Jᵀu, which is linear in u: every op that torch can differentiate twice has it."""
     inputs = _tracked(inputs, need)
     wanted = [x for x, n in zip(inputs, need, strict=True) if n]
-    outputs = [o for o in fun(*inputs) if o.requires_grad]
-    cotangents = [torch.zeros_like(o, requires_grad=True) for o in outputs]
-    found = torch.autograd.grad(outputs, wanted, cotangents, create_graph=True, allow_unused=True)
-    pairs = [(g, t) for g, t in zip(found, tangents, strict=True) if g is not None and g.requires_grad]
+    found_outputs = fun(*inputs)
+    outputs = [found_outputs[i] for i in moving]
+    live = [o for o in outputs if o.requires_grad]
+    cotangents = [torch.zeros_like(o, requires_grad=True) for o in live]
+    found = torch.autograd.grad(live, wanted, cotangents, create_graph=True, allow_unused=True) if live else ()
+    pairs = [(g, t) for g, t in zip(found, tangents, strict=False) if g is not None and g.requires_grad]
     if not pairs:
         return [torch.zeros_like(o) for o in outputs]
-    pulled = torch.autograd.grad(
-        [g for g, _ in pairs], cotangents, [t for _, t in pairs], create_graph=True, allow_unused=True
+    pulled = iter(
+        torch.autograd.grad(
+            [g for g, _ in pairs], cotangents, [t for _, t in pairs], create_graph=True, allow_unused=True
+        )
     )
-    return [torch.zeros_like(o) if p is None else p for o, p in zip(outputs, pulled, strict=True)]
+    moved = [next(pulled) if o.requires_grad else None for o in outputs]
+    return [torch.zeros_like(o) if p is None else p for o, p in zip(outputs, moved, strict=True)]
 
 
 # Programs: what the two primitives carry. Each takes a key first, then arrays.
@@ -177,7 +200,7 @@ class Forward:
         return [m.aval for m in (*function.outputs, *(function.metas[i] for i in function.mutated))]
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        return _evaluate(self.function.graph((False,) * len(self.function.metas)), key, arrays, saving=False)
+        return _evaluate(self.function.first, key, arrays, saving=False)
 
     def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs and their tangents; residuals and mutations carry none."""
@@ -410,3 +433,31 @@ for _primitive in (torch_call_p, torch_linear_p):
     batching.primitive_batchers[_primitive] = _batch
     mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_transposes[torch_linear_p] = _transpose
+
+
+def independent_outputs(jaxpr: Any, first: int) -> list[bool]:
+    """Which results of a closed jaxpr do not depend on its inputs from ``first`` on."""
+    jaxpr = jaxpr.jaxpr
+    return [not d for d in _depend(jaxpr, [i >= first for i in range(len(jaxpr.invars))])]
+
+
+def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    dependent = {v for v, d in zip(jaxpr.invars, inputs, strict=True) if d}
+
+    def is_dependent(atom: Any) -> bool:
+        return not isinstance(atom, jex.Literal) and atom in dependent
+
+    for equation in jaxpr.eqns:
+        given = list(map(is_dependent, equation.invars))
+        if not any(given):
+            continue
+        found = [True] * len(equation.outvars)
+        program = equation.params.get("program")
+        while isinstance(program, Batched):
+            program = program.inner
+        if equation.primitive.name in ("jit", "pjit"):
+            found = _depend(equation.params["jaxpr"].jaxpr, given)
+        elif isinstance(program, Backward):
+            found = [gradient is not None for gradient in program.graph.gradients]
+        dependent.update(v for v, f in zip(equation.outvars, found, strict=True) if f)
+    return list(map(is_dependent, jaxpr.outvars))

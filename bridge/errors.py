@@ -57,3 +57,11 @@ def refuse_backward(*args: object, **kwargs: object) -> None:
         f"{user_line()}: .backward() inside a traced function would write .grad of tensors that exist only during the "
         "trace. Use torch.autograd.grad(..., create_graph=True) or torch.func.grad."
     )
+
+
+def refuse_seed(*args: object, **kwargs: object) -> None:
+    """What ``torch.manual_seed`` is while a function is traced."""
+    raise TraceError(
+        f"{user_line()}: torch.manual_seed inside a traced function: the function runs once, and each call of its "
+        "program draws from a key of its own. Call torch.manual_seed before the call."
+    )

@@ -88,6 +88,7 @@ class Graph:
     outputs: list[Value]
     output_metas: list[Meta]
     differentiable: list[bool]
+    need: tuple[bool, ...]  # the inputs, arguments and then captured tensors, to which the gradients belong
     gradients: list[Value | None]
     mutations: list[tuple[int, Value]]  # (index into the captured tensors, the value that it ends with)
 
@@ -108,6 +109,14 @@ class Graph:
         read |= {g for g in self.gradients if type(g) is Ref and g.node in inner}
         self.saved = sorted(read, key=lambda ref: (ref.node, ref.item or 0))
         self.draws = any(self.nodes[i].draw is not None for i in numbered)  # type: ignore[union-attr]
+
+    def for_inputs(self, need: tuple[bool, ...]) -> Graph | None:
+        """The recording with the gradients of fewer inputs."""
+        if any(n and not mine for n, mine in zip(need, self.need, strict=True)):
+            return None
+        gradients = iter(self.gradients)
+        found = [(n, next(gradients)) for n, mine in zip(need, self.need, strict=True) if mine]
+        return dataclasses.replace(self, need=need, gradients=[gradient for n, gradient in found if n])
 
     def _refs(self, i: int) -> Iterable[Ref]:
         node = self.nodes[i]

@@ -24,6 +24,7 @@ _VALUE_METHODS = {
     torch.Tensor.tolist: ".tolist()",
 }
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ACTIVE: list[Captured] = []  # innermost last
 
 
@@ -32,10 +33,23 @@ def is_update_of(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
     return bool(_ACTIVE) and _ACTIVE[-1].stand_ins.get(id(captured)) is tensor
 
 
+def as_outside(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor of the current trace as one with values, if it depends on no input; None if it has none."""
+    if not _ACTIVE:
+        return tensor
+    with torch._C.DisableTorchFunction():
+        recorder = _ACTIVE[-1].recorder
+        inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
+        if ti.is_functorch_wrapped_tensor(inner) or not recorder.is_constant(inner):
+            return None
+        return inner if inner is tensor else inner.clone()
+
+
 class Captured:
     """The tensors that a function captures, in the order in which it met them, each with its recorded stand-in."""
 
-    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+    def __init__(self, recorder: Recorder, known: Sequence[torch.Tensor]) -> None:
+        self.recorder = recorder
         self.tensors = list(known)
         self.inputs: list[torch.Tensor] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
@@ -47,8 +61,8 @@ class Captured:
     def __exit__(self, *error: object) -> None:
         _ACTIVE.pop()
 
-    def add(self, tensor: torch.Tensor, recorder: Recorder, differentiable: bool) -> torch.Tensor:
-        inner = recorder.input(Meta.of(tensor))
+    def add(self, tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
+        inner = self.recorder.input(Meta.of(tensor))
         stand_in = ti.to_fun(inner).requires_grad_(differentiable)
         self.inputs.append(inner)
         self.stand_ins[id(tensor)] = stand_in
@@ -58,15 +72,19 @@ class Captured:
 class Interception(TorchFunctionMode):
     """Above autograd: stand-ins for captured tensors, and what has to be refused or rewritten before it runs."""
 
-    def __init__(self, recorder: Recorder, captured: Captured) -> None:
+    def __init__(self, captured: Captured) -> None:
         super().__init__()
-        self.recorder, self.captured = recorder, captured
+        self.recorder, self.captured = captured.recorder, captured
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
         if func in _VALUE_METHODS:
             return self._constant_value(func, *args, **kwargs)
+        if func is _SET_DATA:
+            raise TraceError(
+                f"{user_line()}: the function assigns .data, unseen by autograd. Use .copy_() under torch.no_grad()."
+            )
         if func is torch.autograd.grad:
             with ti.function_modes_in_backward(), self:
                 return func(*args, **kwargs)
@@ -75,17 +93,17 @@ class Interception(TorchFunctionMode):
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the function is to see in the place of a tensor: another one if it was not made inside."""
         with torch._C.DisableTorchFunction():  # also called from where this mode is active
-            if isinstance(tensor, (ti.FunctionalTensor, ti.FakeTensor)) or ti.is_functorch_wrapped_tensor(tensor):
-                return tensor
             known = self.captured.stand_ins.get(id(tensor))
             if known is not None:
                 return known
+            if isinstance(tensor, (ti.FunctionalTensor, ti.FakeTensor)) or ti.is_functorch_wrapped_tensor(tensor):
+                return tensor
             if id(tensor) in self.recorder.where or torch._is_functional_tensor(tensor):
                 return tensor
             _check_supported(tensor)
             with ti.temporarily_clear_interpreter_stack():
                 self.captured.tensors.append(tensor)
-                return self.captured.add(tensor, self.recorder, tensor.requires_grad)
+                return self.captured.add(tensor, tensor.requires_grad)
 
     def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():

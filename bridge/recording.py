@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ def record(
     metas: Sequence[Meta],
     need: Sequence[bool],
     known: Sequence[torch.Tensor],
+    wants: Callable[[torch.Tensor], bool] = lambda _: False,
 ) -> tuple[Graph, list[torch.Tensor]]:
     """Record ``fun(*tensors) -> tensors`` and, for the inputs that ``need`` names, its vector-Jacobian product.
 
@@ -49,6 +51,7 @@ def record(
         metas: dtype, shape and device of the arguments.
         need: one flag for each argument and each tensor of ``known``: record its gradient.
         known: captured tensors found by an earlier recording, in order.
+        wants: whether to record the gradient of a captured tensor that is met for the first time.
 
     Returns:
         The graph, and the captured tensors: ``known`` and then whatever was met for the first time.
@@ -56,13 +59,31 @@ def record(
     Raises:
         TraceError: the function asks for values, draws Python random numbers, or writes to an argument.
     """
-    try:
-        return _record_once(fun, metas, need, known)
-    except TraceError as error:
-        # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
-        with ti.compiling(), contextlib.suppress(Exception):
-            return _record_once(fun, metas, need, known)
-        raise error
+    ti.load_dynamo()
+    with _LOCK, _apart_from_callers():
+        try:
+            return _record_once(fun, metas, need, known, wants)
+        except TraceError as error:
+            # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
+            with ti.compiling(), contextlib.suppress(Exception):
+                return _record_once(fun, metas, need, known, wants)
+            raise error
+
+
+# What a recording sets aside in torch is global: recordings of several threads take turns.
+_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def _apart_from_callers() -> Iterator[None]:
+    """Out of reach of what the caller does: ``torch.func``, dual numbers, anomaly checks, hooks on saved tensors."""
+    with (
+        ti.temporarily_clear_interpreter_stack(),
+        ti.without_forward_mode(),
+        ti.without_saved_tensor_hooks(),
+        torch.autograd.set_detect_anomaly(False),
+    ):
+        yield
 
 
 def _numpy_state() -> Any:
@@ -77,25 +98,29 @@ def _unchanged_generators() -> Iterator[None]:
         if random.getstate() != python_state or str(_numpy_state()) != str(numpy_state):
             raise frozen_number()
     finally:
-        torch.set_rng_state(torch_state)
+        if not torch.equal(torch.get_rng_state(), torch_state):  # other threads draw from it too
+            torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _record_once(fun: Any, metas: Any, need: Any, known: Any) -> tuple[Graph, list[torch.Tensor]]:
-    recorder, captured = Recorder(), Captured(known)
+def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tuple[Graph, list[torch.Tensor]]:
+    recorder = Recorder()
+    captured = Captured(recorder, known)
     inner = [recorder.input(meta) for meta in metas]
     with _unchanged_generators(), ti.plain_kernels(), torch.enable_grad(), recorder, _Functionalisation():
         arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
         for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
-            captured.add(tensor, recorder, differentiable)
-        interception = Interception(recorder, captured)
+            captured.add(tensor, differentiable or tensor.requires_grad)
+        interception = Interception(captured)
         with interception, captured, ti.entering_functorch(interception.stand_in):
             outputs = [_functional(interception.stand_in(o)) for o in fun(*arguments)]
             differentiable = [o.requires_grad for o in outputs]
             cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
             wanted = [a for a, n in zip(arguments, need, strict=False) if n]
-            wanted_captured = [t for t, n in zip(known, need[len(metas) :], strict=True) if n]
+            new = captured.tensors[len(known) :]
+            need = [*need, *(t.requires_grad and Meta.of(t).differentiable and wants(t) for t in new)]
+            wanted_captured = [t for t, n in zip(captured.tensors, need[len(metas) :], strict=True) if n]
             gradients = _gradients(
                 [o for o, d in zip(outputs, differentiable, strict=True) if d],
                 wanted,
@@ -103,7 +128,7 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any) -> tuple[Graph, li
                 captured,
                 [ti.to_fun(c) for c in cotangents],
             )
-        graph = _graph(recorder, captured, inner, arguments, cotangents, outputs, differentiable, gradients)
+        graph = _graph(recorder, captured, inner, arguments, cotangents, outputs, differentiable, gradients, need)
     return graph, captured.tensors
 
 
@@ -137,6 +162,7 @@ def _graph(
     outputs: Any,
     differentiable: Any,
     gradients: Any,
+    need: Any,
 ) -> Graph:
     def value(tensor: torch.Tensor) -> Value:
         inner: Any = ti.from_fun(tensor) if isinstance(tensor, ti.FunctionalTensor) else tensor
@@ -161,6 +187,7 @@ def _graph(
         outputs=[value(o) for o in outputs],
         output_metas=[Meta.of(o) for o in outputs],
         differentiable=list(differentiable),
+        need=tuple(need),
         gradients=[None if g is None else value(g) for g in gradients],
         mutations=mutations,
     )

@@ -8,19 +8,28 @@ deep inside a trace.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from .errors import refuse_backward
+from .errors import refuse_backward, refuse_seed
 
 try:
-    from torch._C._functorch import is_functorch_wrapped_tensor
+    from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
+    from torch._C import _autograd as autograd_internals
+    from torch._C._autograd import _get_current_graph_task_keep_graph as graph_is_kept
+    from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+    from torch._compile import _disable_dynamo as disable_dynamo
     from torch._decomp import core_aten_decompositions, decomposition_table
     from torch._functorch import eager_transforms
     from torch._functorch import vmap as functorch_vmap
@@ -56,18 +65,28 @@ __all__ = [
     "FunctionalTensorMode",
     "Substitution",
     "TorchDispatchMode",
+    "are_functorch_transforms_active",
     "compiling",
     "core_aten_decompositions",
     "decomposition_table",
+    "disable_dynamo",
     "entering_functorch",
+    "forward_mode_is_active",
     "from_fun",
     "function_modes_in_backward",
+    "graph_is_kept",
     "is_functorch_wrapped_tensor",
+    "is_legacy_batchedtensor",
+    "legacy_batch",
+    "legacy_rows",
+    "load_dynamo",
     "no_dispatch",
     "plain_kernels",
     "temporarily_clear_interpreter_stack",
     "to_fun",
     "torch_pytree",
+    "without_forward_mode",
+    "without_saved_tensor_hooks",
 ]
 
 
@@ -87,14 +106,21 @@ class Substitution(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _this_thread() -> Callable[[], bool]:
+    """A function that says whether it is called in the thread that asked for it: other threads see torch as it is."""
+    owner = threading.get_ident()
+    return lambda: threading.get_ident() == owner
+
+
 @contextlib.contextmanager
 def entering_functorch(swap: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """``torch.func`` wraps its inputs without asking a function mode: let it wrap what ``swap`` gives for them."""
     grads: Any = eager_transforms
     maps: Any = functorch_vmap
     wrap, add = grads._wrap_for_grad, maps._add_batch_dim
-    grads._wrap_for_grad = lambda tensor, level: wrap(swap(tensor), level)
-    maps._add_batch_dim = lambda tensor, dim, level: add(swap(tensor), dim, level)
+    here = _this_thread()
+    grads._wrap_for_grad = lambda tensor, level: wrap(swap(tensor) if here() else tensor, level)
+    maps._add_batch_dim = lambda tensor, dim, level: add(swap(tensor) if here() else tensor, dim, level)
     try:
         yield
     finally:
@@ -110,11 +136,62 @@ def function_modes_in_backward() -> Iterator[None]:
     """
     autograd: Any = torch.autograd
     original = autograd.has_torch_function
-    autograd.has_torch_function = lambda _: False
+    here = _this_thread()
+    autograd.has_torch_function = lambda tensors: not here() and original(tensors)
     try:
         yield
     finally:
         autograd.has_torch_function = original
+
+
+@functools.cache
+def load_dynamo() -> None:
+    """Import what recording makes torch import anyway, without the environment variable that it leaves behind."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    importlib.import_module("torch._dynamo")
+    if before is None:
+        os.environ.pop(name, None)
+
+
+def forward_mode_is_active() -> bool:
+    """Whether tensors may be dual numbers."""
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def without_forward_mode() -> contextlib.AbstractContextManager[None]:
+    """A scope in which dual numbers are their primals."""
+    return forward_ad._set_fwd_grad_enabled(False)
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """A scope in which autograd keeps its saved tensors itself; a checkpoint around it would take them away."""
+    hooks: list[Any] = []
+    while (top := autograd_internals._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd_internals._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd_internals._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _legacy_level() -> int:
+    level: int = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+def legacy_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows, on axis 0, of what ``torch.autograd.grad(..., is_grads_batched=True)`` shows as one."""
+    return torch._remove_batch_dim(tensor, _legacy_level(), 1, 0)
+
+
+def legacy_batch(rows: torch.Tensor) -> torch.Tensor:
+    """The way back of :func:`legacy_rows`."""
+    return torch._add_batch_dim(rows, 0, _legacy_level())
 
 
 @contextlib.contextmanager
@@ -128,10 +205,6 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = old
 
 
-def _call_without_checkpoint(fun: object, preserve_rng_state: bool, *args: object) -> object:
-    return fun(*args)  # type: ignore[operator]
-
-
 @contextlib.contextmanager
 def plain_kernels() -> Iterator[None]:
     """While recording: no fused CPU kernels, whose backward ops nothing can lower, and no checks that read values."""
@@ -140,7 +213,10 @@ def plain_kernels() -> Iterator[None]:
     validate = distribution._validate_args
     has_effects = effects.has_effects
     autograd: Any = torch.autograd
-    backward = autograd.backward
+    seeding: Any = torch
+    random: Any = torch.random
+    backward, seed, apply_checkpoint = autograd.backward, random.manual_seed, checkpoint.apply
+    here = _this_thread()
     mkldnn = torch._C._get_mkldnn_enabled()
     fastpath = torch.backends.mha.get_fastpath_enabled()
     skipped = torch.ops.aten._linalg_check_errors.default
@@ -148,11 +224,15 @@ def plain_kernels() -> Iterator[None]:
     try:
         fake_log.disabled = True
         distribution._validate_args = False
-        autograd.backward = refuse_backward  # Tensor.backward calls it too
+        # Tensor.backward calls it too.
+        autograd.backward = lambda *args, **kwargs: (refuse_backward if here() else backward)(*args, **kwargs)
+        random.manual_seed = seeding.manual_seed = lambda seed_: (refuse_seed if here() else seed)(seed_)
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
         # The reentrant checkpoint refuses torch.autograd.grad, with which the backward pass is recorded.
-        checkpoint.apply = staticmethod(_call_without_checkpoint)  # type: ignore[method-assign]
+        checkpoint.apply = staticmethod(  # type: ignore[method-assign]
+            lambda fun, keep, *args: fun(*args) if here() else apply_checkpoint(fun, keep, *args)
+        )
         torch.backends.mha.set_fastpath_enabled(False)
         torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)
         with sdpa_kernel(SDPBackend.MATH):
@@ -160,6 +240,7 @@ def plain_kernels() -> Iterator[None]:
     finally:
         fake_log.disabled = False
         autograd.backward = backward
+        random.manual_seed = seeding.manual_seed = seed
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
         del checkpoint.apply

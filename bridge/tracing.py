@@ -7,21 +7,23 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
+from jax.interpreters import ad
 from torch.overrides import TorchFunctionMode
 
-from .captures import SOURCE, Restored, Walk, WrittenContainers, generator_states, hashable, surroundings
+from . import torch_internals as ti
+from .captures import SOURCE, Walk, WrittenContainers, generator_states, hashable, surroundings
 from .context import Call, current_call
 from .differentiation import Source, TorchFunction
 from .errors import TraceError, WrittenArgument, frozen_number
 from .graph import Meta
-from .interception import is_update_of
+from .side_effects import Effect, Watched
 from .torch2jax_engine import InterpretedFunction, is_interpreted
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, tensor_to_array, torch_dtype
@@ -110,12 +112,38 @@ class Tracing(Protocol):
         """Evaluate on arrays or tracers; ``make_key`` is asked for a key if the function draws."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Mode:
+    """How a function runs: what torch would show it, besides the arguments."""
+
+    once: bool  # for the whole call, not per example or in chunks
+    grad: bool  # whether autograd records
+    tracked: tuple[bool, ...]  # which arguments are differentiated
+    surroundings: Hashable
+
+
+@dataclasses.dataclass
+class _Made:
+    """What an engine made of a function, for one signature."""
+
+    tracing: Tracing
+    unflatten: Callable[[Sequence[Any]], Any]
+    source: Source | None  # kept alive here, for further recordings
+    effects: list[Effect]
+    places: list[int | None]  # where the walk finds the captured tensors
+
+    def is_of(self, walk: Walk) -> bool:
+        """Whether the captured tensors are still the same objects."""
+        pairs = zip(self.places, self.tracing.captured, strict=True)
+        return all(i is None or walk.tensors[i] is tensor for i, tensor in pairs)
+
+
 class _Traced:
     """A torch function with what its engine made of it, for each signature."""
 
     def __init__(self, torch_fun: Callable[..., Any], engine: Engine) -> None:
         self.torch_fun, self.engine = torch_fun, engine
-        self._tracings: dict[Any, tuple[Tracing, Callable[[Sequence[Any]], Any], Source | None]] = {}
+        self._made: dict[Any, _Made] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         with enable_x64():
@@ -127,40 +155,61 @@ class _Traced:
             metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
             walk = Walk(self.torch_fun)
             once = outer.in_body() if outer is not None else not any(isinstance(a, jax.core.Tracer) for a in arrays)
-            fixed = (*map(hashable, structure.fixed), surroundings())
-            signature = (structure.treedef, structure.moves, tuple(metas), fixed, walk.key, once)
-            if signature not in self._tracings:
-                if len(self._tracings) >= _CACHE_SIZE:
-                    self._tracings.pop(next(iter(self._tracings)))
+            grad = outer is None or not once or outer.grad
+            mode = _Mode(once, grad, tuple(map(_is_differentiated, arrays)), surroundings())
+            form = structure.treedef, structure.moves, tuple(map(hashable, structure.fixed)), tuple(metas), mode
+            made = self._made.get((form, walk.key))
+            if made is None or not made.is_of(walk):
+                if len(self._made) >= _CACHE_SIZE:
+                    self._made.pop(next(iter(self._made)))
                 written, states = WrittenContainers(walk), generator_states(walk)
-                made = self._trace(structure, metas, walk, once)
+                made = self._trace(structure, metas, walk, mode, functools.partial(_is_wanted, outer))
                 if generator_states(walk) != states:
                     raise frozen_number()
                 written.remember()
-                signature = (*signature[:4], Walk(self.torch_fun).key, once)
-                self._tracings[signature] = made
-            tracing, unflatten, _ = self._tracings[signature]
-            captured = self._captured(tracing, outer)
-            results = tracing.call(lambda: _draw_key(key, rows, outer, signature[3:5]), [*arrays, *captured])
-            count = len(results) - len(tracing.mutated)
-            self._write_back(tracing, len(arrays), results[count:], walk, outer)
-            return unflatten(results[:count])
+                self._made[form, Walk(self.torch_fun).key] = made
+            captured = self._captured(made.tracing, outer)
+            make_key = functools.partial(_draw_key, key, rows, outer, (form[2], walk.key))
+            results = made.tracing.call(make_key, [*arrays, *captured])
+            count = len(results) - len(made.tracing.mutated)
+            self._write_back(made.tracing, len(arrays), results[count:], walk, outer)
+            if outer is None:
+                for effect in made.effects:
+                    effect.apply()
+            else:
+                outer.effects += made.effects
+            return made.unflatten(results[:count])
 
     def _trace(
-        self, structure: Structure, metas: list[Meta], walk: Walk, once: bool
-    ) -> tuple[Tracing, Callable[[Sequence[Any]], Any], Source | None]:
+        self,
+        structure: Structure,
+        metas: list[Meta],
+        walk: Walk,
+        mode: _Mode,
+        wants: Callable[[torch.Tensor], bool],
+    ) -> _Made:
         torch_fun = self.torch_fun
         shape: list[Structure] = []
+        effects: list[Effect] = []
 
         def flat(*tensors: Any) -> list[Any]:
             args, kwargs = to_torch_tree(structure.join(tensors))
-            restored = Restored(walk.holders)
+            watched = Watched(walk)
+            for effect in effects:  # a later recording starts where the first one did
+                effect.undo()
             try:
-                with contextlib.nullcontext() if once else _NoBatchStatistics(walk):
+                with contextlib.ExitStack() as scope:
+                    if not mode.once:
+                        scope.enter_context(_NoBatchStatistics(walk))
+                    if not mode.grad and self.engine == "record":
+                        scope.enter_context(torch.no_grad())
                     result = to_jax_tree(torch_fun(*args, **kwargs))
-            finally:
-                changed = restored.changes()
-            _keep_updates(changed)
+            except BaseException:
+                watched.restore()
+                raise
+            found = watched.settle(first=not shape)
+            if not shape:
+                effects[:] = found
             outputs, out = Structure.split(result, self._is_tensor)
             shape[:] = [out]
             return outputs
@@ -169,12 +218,16 @@ class _Traced:
             return shape[0].join(arrays)
 
         if self.engine == "record":
-            source = Source(flat)
+            # Inside, a tensor of torch.func counts as one of the function's own: those from outside are known here.
+            source = Source(flat, [t for t in walk.tensors if ti.is_functorch_wrapped_tensor(t)])
             try:
-                return TorchFunction(source, metas), unflatten, source
+                tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants)
             except WrittenArgument as error:
                 raise self._written_argument(error.index, structure, walk) from None
-        return InterpretedFunction(flat, metas, walk.tensors), unflatten, None
+        else:
+            source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
+        indices = {id(t): i for i, t in enumerate(walk.tensors)}
+        return _Made(tracing, unflatten, source, effects, [indices.get(id(t)) for t in tracing.captured])
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
@@ -216,21 +269,6 @@ class _Traced:
                 raise _no_place_for_updates(tensor, walk)
 
 
-def _keep_updates(changed: list[tuple[Any, str, Any, Any]]) -> None:
-    """``self.buffer = new`` inside the function updates the buffer that stood there."""
-    for holder, name, before, after in changed:
-        if isinstance(before, torch.Tensor) and is_update_of(after, before):
-            continue
-        same = isinstance(before, torch.Tensor) and before.shape == after.shape and before.dtype == after.dtype
-        if not same:
-            raise TraceError(
-                f"the traced function assigns a new tensor to {type(holder).__name__}.{name}, which would keep a "
-                "tensor of the trace alive; return it instead, or register a buffer of the same shape and dtype."
-            )
-        with torch.no_grad():
-            before.copy_(after.detach())
-
-
 def _no_place_for_updates(tensor: torch.Tensor, walk: Walk) -> TypeError:
     path, owner = walk.describe(tensor)
     module = f"{type(owner).__name__} " if owner is not None else ""
@@ -263,6 +301,23 @@ class _NoBatchStatistics(TorchFunctionMode):
             if given.get("training") and isinstance(mean, torch.Tensor):
                 raise _no_place_for_updates(mean, self.walk)
         return func(*args, **kwargs)
+
+
+def _is_wanted(outer: Call | None, tensor: torch.Tensor) -> bool:
+    """Whether the gradient of a captured tensor is asked for."""
+    if outer is None or not outer.grad:
+        return False
+    return _is_differentiated(outer.tensors[id(tensor)]) if id(tensor) in outer.tensors else tensor.requires_grad
+
+
+def _is_differentiated(array: Any) -> bool:
+    """Whether JAX is differentiating with respect to this array."""
+    while isinstance(array, jax.core.Tracer):
+        tangent = getattr(array, "tangent", None)
+        if tangent is not None and type(tangent) is not ad.Zero:
+            return True
+        array = getattr(array, "primal", getattr(array, "val", None))
+    return False
 
 
 def _to_array(leaf: Any) -> Any:

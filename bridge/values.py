@@ -112,6 +112,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     raise TypeError(f"torch has no counterpart of JAX's {dtype}: {hint}.")
 
 
+def has_torch_dtype(dtype: Any) -> bool:
+    """Whether torch has a counterpart of an array's dtype."""
+    return dtype in _TO_TORCH
+
+
 @functools.cache
 def jax_device(device: torch.device) -> jax.Device:
     """Return the JAX device on which a tensor's memory can be used as it is.

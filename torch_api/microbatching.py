@@ -16,6 +16,7 @@ from .. import jax_impl
 from ..bridge import as_torch, lift
 from ..bridge.captures import is_traced
 from ..bridge.lifting import to_jax_callable
+from ..bridge.torch_internals import disable_dynamo
 from ..bridge.tracing import python_function
 from ..bridge.trees import Rows, flatten, to_jax_tree
 from ..jax_impl import AccumulationType, weighted_mean
@@ -344,6 +345,7 @@ def _finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recompu
     """``run(*leading(*args), *args)`` as a torch callable that looks like ``fun``."""
     call: Any = as_torch(_signed(run, fun), recompute=recompute)
 
+    @disable_dynamo
     @functools.wraps(python_function(fun))
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return call(*leading(*args, **kwargs), *args, **kwargs)

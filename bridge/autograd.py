@@ -1,0 +1,194 @@
+"""Compiled calls as nodes of torch's graph, and under ``torch.func`` and forward mode.
+
+Ordinary reverse mode keeps the residuals that XLA computed, as torch keeps its saved tensors. Everything else (a
+backward pass that is itself differentiated or mapped, ``torch.func``, forward mode) starts from the inputs: the
+derivative or the map of a call is a flat function of its own, and is called as the first one was.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from . import torch_internals as ti
+from .compilation import Flat, Mapped, Product, Program, Pushforward, memory_order
+from .errors import TraceError
+from .values import array_to_tensor, has_torch_dtype, tensor_to_array
+
+_CACHE_SIZE = 256
+LOCK = threading.RLock()
+_PROGRAMS: collections.OrderedDict[Any, Program] = collections.OrderedDict()
+
+
+def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """The outputs of a flat function, as part of whatever torch does around it; None for a gradient that is zero."""
+    if is_transformed(tensors):
+        return _Transformed.apply(flat, key, *tensors)
+    program = find_program(flat, tensors)
+    if any(program.need):
+        return _present(program, _Differentiable.apply(flat, program, key, *tensors))
+    return _present(program, program.forward(key, tensors)[0])
+
+
+def _present(program: Program, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    if not any(program.absent_outputs):
+        return outputs
+    return [None if absent else out for absent, out in zip(program.absent_outputs, outputs, strict=True)]
+
+
+def is_transformed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the call is inside ``torch.func``, or one of the tensors is a dual number."""
+    if ti.are_functorch_transforms_active() or any(map(ti.is_functorch_wrapped_tensor, tensors)):
+        return True
+    return ti.forward_mode_is_active() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def find_program(flat: Flat, tensors: Sequence[torch.Tensor]) -> Program:
+    """The compiled program for tensors of this form. Not kept if its trace met captured tensors for the first time."""
+    signature = _signature(flat, tensors)
+    with LOCK:
+        program = _PROGRAMS.get(signature)
+        if program is None:
+            program = Program(flat, tensors)
+            if not program.outline.missing:
+                keep(program, flat, tensors)
+        else:
+            _PROGRAMS.move_to_end(signature)
+        return program
+
+
+def keep(program: Program, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
+    """Remember a program for later calls."""
+    _PROGRAMS[_signature(flat, tensors)] = program
+    if len(_PROGRAMS) > _CACHE_SIZE:
+        _PROGRAMS.popitem(last=False)
+
+
+def _signature(flat: Flat, tensors: Sequence[torch.Tensor]) -> Hashable:
+    grad = torch.is_grad_enabled()
+    return flat.key, tuple((t.dtype, t.shape, t.device, grad and t.requires_grad, memory_order(t)) for t in tensors)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A compiled call as a node of torch's graph, with the residuals that XLA computed."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Flat, program: Program, key: Any, *tensors: torch.Tensor) -> Any:
+        # A buffer that the call writes to: a second derivative starts from the value that it had.
+        before = [t.clone() if i in program.mutated else t for i, t in enumerate(tensors)]
+        made, residuals = program.forward(key, tensors)
+        # As tensors, so that torch frees, offloads or recomputes them as it does its own.
+        crossing = [has_torch_dtype(r.dtype) for r in residuals]
+        ctx.save_for_backward(
+            *(tensors[i] for i in program.saved),
+            *(array_to_tensor(r) for r, c in zip(residuals, crossing, strict=True) if c),
+        )
+        ctx.crossing, ctx.rest = crossing, [r for r, c in zip(residuals, crossing, strict=True) if not c]
+        ctx.program, ctx.again = program, (flat, key, before, [t._version for t in before])
+        ctx.mark_non_differentiable(*(m for m, d in zip(made, program.moving, strict=True) if not d))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        program: Program = ctx.program
+        saved = ctx.saved_tensors  # raises torch's own error if they were freed, or written to
+        if ctx.again is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: the values that the call saved were freed. "
+                "Specify retain_graph=True in the first backward pass."
+            )
+        if torch.is_grad_enabled() or program.recompute or is_transformed(cotangents) or _is_batched(cotangents):
+            grads = _from_inputs(ctx.again, program.need, cotangents)
+        else:
+            tensors, rest = iter(saved[len(program.saved) :]), iter(ctx.rest)
+            residuals = [tensor_to_array(next(tensors)) if c else next(rest) for c in ctx.crossing]
+            grads = program.backward(saved[: len(program.saved)], residuals, cotangents)
+        if not ti.graph_is_kept():
+            ctx.again = ctx.rest = None
+        found = iter(grads)
+        return None, None, None, *(next(found) if n else None for n in program.need)
+
+
+def _is_batched(cotangents: Sequence[torch.Tensor]) -> bool:
+    return any(map(ti.is_legacy_batchedtensor, cotangents))
+
+
+def _from_inputs(again: Any, need: tuple[bool, ...], cotangents: Sequence[torch.Tensor]) -> Sequence[Any]:
+    flat, key, tensors, versions = again
+    if [t._version for t in tensors] != versions:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation between "
+            "the forward pass and a backward pass that starts from the inputs"
+        )
+    product = Product(flat, need)
+    if not _is_batched(cotangents):
+        return apply(product, key, [*tensors, *cotangents])
+    # torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own, which autograd.Function does not know.
+    batched = [ti.is_legacy_batchedtensor(c) for c in cotangents]
+    rows = [ti.legacy_rows(c) if b else c for c, b in zip(cotangents, batched, strict=True)]
+    size = next(r.shape[0] for r, b in zip(rows, batched, strict=True) if b)
+    axes = (*(None for _ in tensors), *(0 if b else None for b in batched))
+    return [
+        None if g is None else ti.legacy_batch(g)
+        for g in apply(Mapped(product, axes, size, True), key, [*tensors, *rows])
+    ]
+
+
+class _Transformed(torch.autograd.Function):
+    """A call under ``torch.func`` or with dual numbers: every derivative and map starts from the inputs."""
+
+    @staticmethod
+    def forward(flat: Flat, key: Any, *tensors: torch.Tensor) -> Any:
+        return tuple(find_program(flat, tensors).forward(key, tensors)[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        flat, key, *tensors = inputs
+        ctx.flat, ctx.key = flat, key
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.moving = [_inexact(o) for o in output]
+        ctx.mark_non_differentiable(*(o for o, m in zip(output, ctx.moving, strict=True) if not m))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        need = tuple(n and _inexact(t) for n, t in zip(ctx.needs_input_grad[2:], ctx.saved_tensors, strict=True))
+        found = iter(apply(Product(ctx.flat, need), ctx.key, [*ctx.saved_tensors, *cotangents]))
+        return None, None, *(next(found) if n else None for n in need)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor | None) -> Any:
+        tensors = ctx.saved_tensors
+        need = tuple(d is not None and _inexact(t) for d, t in zip(tangents, tensors, strict=True))
+        given = [d for d in tangents if d is not None and _inexact(d)]
+        with ti.without_forward_mode():  # the saved tensors may still be dual
+            moved = iter(apply(Pushforward(ctx.flat, need), ctx.key, [*tensors, *given]))
+        return tuple(next(moved) if d else None for d in ctx.moving)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, flat: Flat, key: Any, *tensors: torch.Tensor) -> Any:
+        outline = flat.root.outline
+        assert outline is not None
+        if outline.mutated:
+            raise TraceError(
+                "the function updates buffers in place (BatchNorm in training mode, a counter), which has no meaning "
+                "for one example of torch.func.vmap: call .eval() on the module, or use a layer without running "
+                "statistics (GroupNorm, LayerNorm)."
+            )
+        if outline.draws and info.randomness == "error":
+            raise RuntimeError(
+                "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
+                "'different' randomness flags on vmap or perform the randomness operation out of vmap"
+            )
+        mapped = Mapped(flat, tuple(in_dims[2:]), info.batch_size, info.randomness == "same")
+        outputs = apply(mapped, key, tensors)
+        return tuple(outputs), (0,) * len(outputs)
+
+
+def _inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
