@@ -12,13 +12,19 @@ import threading
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 from torch.autograd import forward_ad
 
 from . import torch_internals as ti
 from .compilation import Flat, Mapped, Product, Program, Pushforward, memory_order
+from .context import Call, running
 from .errors import TraceError
-from .values import array_to_tensor, has_torch_dtype, tensor_to_array
+from .graph import Meta
+from .interception import recording
+from .values import array_to_tensor, has_torch_dtype, jax_dtype, tensor_to_array, torch_dtype
+from .versions import enable_x64
 
 _CACHE_SIZE = 256
 LOCK = threading.RLock()
@@ -27,6 +33,9 @@ _PROGRAMS: collections.OrderedDict[Any, Program] = collections.OrderedDict()
 
 def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
     """The outputs of a flat function, as part of whatever torch does around it; None for a gradient that is zero."""
+    outer = recording()
+    if outer is not None:
+        tensors = list(map(outer.stand_in, tensors))
     if is_transformed(tensors):
         return _Transformed.apply(flat, key, *tensors)
     program = find_program(flat, tensors)
@@ -42,8 +51,12 @@ def _present(program: Program, outputs: Sequence[torch.Tensor]) -> Sequence[torc
 
 
 def is_transformed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the call is inside ``torch.func``, or one of the tensors is a dual number."""
-    if ti.are_functorch_transforms_active() or any(map(ti.is_functorch_wrapped_tensor, tensors)):
+    """Whether the call is inside ``torch.func`` or a recording, or one of the tensors is a dual number."""
+    if (
+        recording() is not None
+        or ti.are_functorch_transforms_active()
+        or any(map(ti.is_functorch_wrapped_tensor, tensors))
+    ):
         return True
     return ti.forward_mode_is_active() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
@@ -144,7 +157,11 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(flat: Flat, key: Any, *tensors: torch.Tensor) -> Any:
-        return tuple(find_program(flat, tensors).forward(key, tensors)[0])
+        outer = recording()
+        if outer is None:
+            return tuple(find_program(flat, tensors).forward(key, tensors)[0])
+        call = _Call(flat)
+        return tuple(outer.recorder.call(call, tensors, call.results(tensors), key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -188,6 +205,27 @@ class _Transformed(torch.autograd.Function):
         mapped = Mapped(flat, tuple(in_dims[2:]), info.batch_size, info.randomness == "same")
         outputs = apply(mapped, key, tensors)
         return tuple(outputs), (0,) * len(outputs)
+
+
+class _Call:
+    """A call inside a function that is being recorded: an op of its graph."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+
+    def results(self, tensors: Sequence[torch.Tensor]) -> list[Meta]:
+        """Dtypes and shapes of what the call returns."""
+        avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for t in tensors]
+        key = jax.ShapeDtypeStruct((2,), "uint32")
+        found = jax.eval_shape(lambda key, *arrays: self.lower(*arrays, _results=None, _key=key), key, *avals)
+        return [Meta(torch_dtype(a.dtype), a.shape, self.flat.root.device) for a in found]
+
+    def lower(self, *arrays: Any, _results: Any, _key: Any) -> list[Any]:
+        root = self.flat.root
+        key = jnp.zeros(2, "uint32") if _key is None else _key
+        call = Call({}, None, root.device, root.grad)
+        with enable_x64(), running(call):
+            return self.flat.run(call, key, arrays)
 
 
 def _inexact(tensor: torch.Tensor) -> bool:

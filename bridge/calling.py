@@ -15,12 +15,15 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .captures import Walk, forked_child, hashable, surroundings, written_count
+from .captures import Walk, forked_child, surroundings, written_count
 from .compilation import Outline, Root, outline
+from .errors import TraceError, user_line
+from .interception import is_traced_tensor, recording
 from .side_effects import write
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
 
+_MADE = "__microtome_made__"
 _CACHE_SIZE = 256
 _MANY = 32  # compilations of one function after which a warning names it
 
@@ -56,22 +59,36 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
     >>> x.grad
     tensor([ 3., 12.])
     """
-
     ti.load_dynamo()
 
     def fun(*args: Any, **kwargs: Any) -> Any:
         return _call(jax_fun, recompute, args, kwargs)
 
     functools.update_wrapper(fun, jax_fun)
+    setattr(fun, _MADE, (fun, jax_fun))
     fun.compiled = lambda *args, **kwargs: find_program(*_prepare(jax_fun, recompute, args, kwargs))  # type: ignore[attr-defined]
     return fun
+
+
+def made_from(fun: Any) -> Any:
+    """The JAX function of which ``as_torch`` made this very function, or None."""
+    mark = getattr(fun, "__dict__", {}).get(_MADE)
+    return mark[1] if mark is not None and mark[0] is fun else None
 
 
 @ti.disable_dynamo  # torch.compile breaks its graph here
 def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     root, tensors = _prepare(jax_fun, recompute, args, kwargs)
     assert root.outline is not None
-    outputs = apply(root, _new_key(root.outline.draws), tensors)
+    outer = recording()
+    key: Any = None
+    if outer is None:
+        key = _new_key(root.outline.draws)
+    else:
+        _check_inside(root.outline)
+        if root.outline.draws:
+            key = outer.recorder.draw_number()
+    outputs = apply(root, key, tensors)
     for i, key, value in root.outline.effects:
         write(root.places[i], key, value)
     return to_torch_tree(root.outline.shape.join(outputs))
@@ -88,8 +105,8 @@ def _prepare(
         )
     leaves, structure = Structure.split(to_jax_tree((args, kwargs)), _moves)
     arguments = list(map(_tensor, leaves))
-    walk = Walk(jax_fun)
-    fixed = (structure.treedef, structure.moves, tuple(map(hashable, structure.fixed)), recompute, surroundings())
+    walk = Walk(jax_fun, structure.fixed)
+    fixed = structure.treedef, structure.moves, recompute, surroundings()
 
     def body(*arrays: Any) -> Any:
         args, kwargs = structure.join(arrays)
@@ -117,7 +134,7 @@ def _prepare(
                     break
                 hidden += seen.missing
             if written_count() != written:  # the key leaves out now what the function was seen to write to
-                walk = Walk(jax_fun)
+                walk = Walk(jax_fun, structure.fixed)
                 signature = walk.key, *signature[1:]
                 if program is not None:
                     keep(program, *prepared(hidden))
@@ -129,6 +146,15 @@ def _prepare(
     root, tensors = prepared(hidden)
     root.outline = found[0]
     return root, tensors
+
+
+def _check_inside(outline: Outline) -> None:
+    """A call in a function that is being traced may compute, but not leave anything behind."""
+    if outline.mutated or outline.effects:
+        raise TraceError(
+            f"{user_line()}: a compiled call inside a traced function updates buffers or Python state there, which "
+            "would be lost. Call the torch function itself instead, or put the module into .eval() mode."
+        )
 
 
 def _warn_of_many(walk: Walk) -> None:
@@ -148,7 +174,7 @@ def _warn_of_many(walk: Walk) -> None:
 def _check_arguments(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Name the argument that holds a tensor which XLA cannot take, before anything is traced."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(to_jax_tree(bound_arguments(jax_fun, args, kwargs)))[0]:
-        if isinstance(leaf, torch.Tensor) and not ti.is_functorch_wrapped_tensor(leaf):
+        if isinstance(leaf, torch.Tensor) and not is_traced_tensor(leaf):
             try:
                 tensor_to_array(leaf)
             except (TypeError, ValueError) as error:

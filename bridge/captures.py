@@ -11,10 +11,13 @@ at the end of a walk: it starts again when it met new ones, and remembers them f
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import dataclasses
 import enum
 import functools
+import inspect
 import os
 import random
 import sys
@@ -30,11 +33,14 @@ import torch
 from .user_code import is_users_file
 
 _PLAIN = (
-    *(bool, int, str, bytes, complex, type(None), enum.Enum, range, slice),
+    *(bool, int, str, bytes, complex, type(None), enum.Enum, range),
     *(torch.dtype, torch.device, torch.Size, jax.tree_util.PyTreeDef),
 )
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MANY_FIELDS = 256
+# Code that mentions one of these may read any attribute of an object.
+_BY_NAME = frozenset({"vars", "__dict__", "getattr", "asdict", "astuple", "fields", "attrgetter", "format", "eval"})
 _LONG = 10_000  # a longer list is data, not configuration: told apart by identity
 
 SOURCE = "__microtome_source__"
@@ -106,16 +112,8 @@ def surroundings() -> Hashable:
     autocast = tuple(
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
-    return torch.get_default_dtype(), autocast
-
-
-def hashable(value: Any) -> Hashable:
-    """A static argument as part of a signature: 1, 1.0 and True differ, NaN equals itself."""
-    try:
-        hash(value)
-    except TypeError:
-        return Same(value)
-    return (type(value), value.hex() if isinstance(value, float) else value)
+    modes = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return torch.get_default_dtype(), autocast, modes
 
 
 def is_traced(fun: Any) -> bool:
@@ -125,14 +123,15 @@ def is_traced(fun: Any) -> bool:
 
 
 class Walk:
-    """The key and the captured tensors of a callable (or any other value)."""
+    """The key and the captured tensors of a callable and of the values that are passed to it besides tensors."""
 
-    def __init__(self, root: object) -> None:
+    def __init__(self, root: object, values: tuple[Any, ...] = ()) -> None:
         identity = _identity(root)
         names = _KNOWN_NAMES.get(identity, frozenset())
         while True:
             self._start(names)
             self._visit(root, None)
+            self._visit(values, None)
             if self._met == names:
                 break
             # Remembered names of another function are no use: the key must not depend on what was called before.
@@ -171,10 +170,13 @@ class Walk:
 
     def _visit(self, x: Any, path: Path) -> None:
         add = self.parts.append
-        if isinstance(x, _PLAIN):
+        if isinstance(x, slice):
+            add(slice)
+            self._visit((x.start, x.stop, x.step), path)
+        elif type(x) in _PLAIN or (isinstance(x, _PLAIN) and not _is_users(_type(x))):
             add((type(x), x))
-        elif isinstance(x, float):
-            add((float, x.hex()))
+        elif type(x) is float:
+            add(x.hex())
         elif isinstance(x, torch.Tensor):
             self._tensor(x, path)
         elif isinstance(x, types.BuiltinFunctionType) or (isinstance(x, (types.ModuleType, type)) and not _is_users(x)):
@@ -220,9 +222,13 @@ class Walk:
             self.parts.append(Same(x))
         elif isinstance(x, (types.ModuleType, type)):
             self._namespace(x, path)
-        elif hasattr(x, "__wrapped__"):
+        elif inspect.getattr_static(x, "__wrapped__", None) is not None:
             self.parts.append(type(x))
             self._visit(x.__wrapped__, path)
+        elif isinstance(x, (bytearray, memoryview, array.array)):
+            self.parts.append((type(x), bytes(x)))
+        elif isinstance(x, contextvars.ContextVar):
+            self._visit(x.get(None), path)
         else:
             self._attributes(x, path)
 
@@ -239,7 +245,7 @@ class Walk:
             self.places.append(Place(x, path_name(path)))
         if isinstance(x, dict):
             for k, v in list(x.items()):
-                self.parts.append(k if isinstance(k, Hashable) else None)
+                self.parts.append((type(k), k))
                 self._visit(v, (path, f"[{k!r}]"))
         else:
             for i, v in enumerate(list(x)):
@@ -269,6 +275,12 @@ class Walk:
             self.places.append(Place(cell, name))
             self._visit(content, (path, name))
         if user:
+            if f.__dict__:
+                self.places.append(Place(f.__dict__, f.__name__, None, True))
+                self._fields(f.__dict__, f, path)
+            for name in sorted(names & sys.modules.keys()):  # imported inside
+                if _is_users(sys.modules[name]):
+                    self._visit(sys.modules[name], (path, name))
             self.places.append(Place(f.__globals__, "", names))
             for name in sorted(names & f.__globals__.keys()):
                 self.parts.append(name)
@@ -302,9 +314,11 @@ class Walk:
     def _attributes(self, x: Any, path: Path) -> None:
         cls: Any = type(x)
         self.parts.append(cls)
+        if isinstance(x, (float, *_PLAIN)):
+            self.parts.append(repr(x))
         fields = getattr(x, "__dict__", None)
         if not _is_users(cls) and not isinstance(x, types.SimpleNamespace):
-            self.parts.append(Same(x))
+            self._library_object(x, path)
             return
         if isinstance(fields, dict):
             self.places.append(Place(fields, cls.__name__, None, True))
@@ -314,6 +328,18 @@ class Walk:
                 self.parts.append(name)
                 self._visit(getattr(x, name), (path, f".{name}"))
         self._class_part(cls, path)
+
+    def _library_object(self, x: Any, path: Path) -> None:
+        """A configuration, a namespace: what its own code reads is unknown, so everything that is plain."""
+        self.parts.append(Same(x))
+        fields = getattr(x, "__dict__", None)
+        if not isinstance(fields, dict) or len(fields) > _MANY_FIELDS:
+            return
+        self.places.append(Place(fields, type(x).__name__, None, True, True))
+        for k, v in list(fields.items()):
+            if _is_simple(v, 3):
+                self.parts.append(k)
+                self._visit(v, (path, f".{k}"))
 
     def _class_part(self, cls: Any, path: Path) -> None:
         """What an object gets from the user's own classes: methods, properties, class attributes."""
@@ -325,21 +351,35 @@ class Walk:
         """A class or a Python module of the user's."""
         self.parts.append(Same(x))
         fields = dict(vars(x))
-        for name in ("__call__", "forward"):
-            if isinstance(fields.get(name), types.FunctionType):
-                self._visit(fields[name], (path, f".{name}"))
+        for name, value in fields.items():  # called without being named
+            if isinstance(value, types.FunctionType) and (name == "forward" or _is_special(name)):
+                self._visit(value, (path, f".{name}"))
         owner = x if isinstance(x, type) else vars(x)
         self.places.append(Place(owner, x.__name__, self._names, True))
         self._fields(fields, x, path)
 
     def _fields(self, fields: Any, owner: Any, path: Path) -> None:
-        for k in sorted(fields.keys() & self._names, key=str):
+        all_of_them = self._names & _BY_NAME and not isinstance(owner, type)
+        for k in sorted(fields.keys() if all_of_them else fields.keys() & self._names, key=str):
             value = fields[k]
             value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
             value = value.fget if isinstance(value, property) else value
             self.parts.append(k)
             self._slot = (owner, str(k))
             self._visit(value, (path, f".{k}"))
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _is_simple(value: Any, depth: int) -> bool:
+    """Plain values and tensors, and small containers of these."""
+    if isinstance(value, (float, torch.Tensor, np.ndarray, *_PLAIN)):
+        return True
+    if depth == 0 or not isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)) or len(value) > 256:
+        return False
+    return all(_is_simple(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def path_name(path: Path) -> str:
@@ -357,6 +397,10 @@ def _names(code: types.CodeType) -> frozenset[str]:
     inner = (_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
     strings = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
     return frozenset(code.co_names).union(strings, *inner)
+
+
+def _type(x: Any) -> Any:
+    return type(x)
 
 
 @functools.lru_cache(maxsize=4096)

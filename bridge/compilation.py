@@ -27,8 +27,13 @@ class Flat:
     """A JAX function of a key and a flat list of arrays. Functions with equal ``key`` share their programs."""
 
     key: Hashable
-    root: Root
+    base: Flat
     first_cotangent: int | None = None  # the inputs from here on enter linearly
+
+    @property
+    def root(self) -> Root:
+        """The call that this is derived from."""
+        return self.base.root
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
         """The flat outputs, for arrays or tracers."""
@@ -49,11 +54,14 @@ class Root(Flat):
     ) -> None:
         self.grad = torch.is_grad_enabled()
         self.key = key, self.grad
-        self.root = self
         self.body, self.count, self.recompute, self.places = body, len(arguments), recompute, places
         self.inputs = [*arguments, *captured]
         self.device = common_device(self.inputs)
         self.outline: Outline | None = None
+
+    @property
+    def root(self) -> Root:  # no attribute: a reference to itself would keep tensors until the garbage is collected
+        return self
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
@@ -72,7 +80,7 @@ class Product(Flat):
     """Inputs and cotangents of all outputs -> gradients for the inputs that ``need`` names, in torch's convention."""
 
     def __init__(self, base: Flat, need: tuple[bool, ...]) -> None:
-        self.base, self.need, self.root = base, need, base.root
+        self.base, self.need = base, need
         self.key = "product", need, base.key
         self.first_cotangent = len(need)
 
@@ -87,7 +95,7 @@ class Pushforward(Flat):
     """Inputs and the tangents of those that ``need`` names -> the tangents of the outputs that are not integers."""
 
     def __init__(self, base: Flat, need: tuple[bool, ...]) -> None:
-        self.base, self.need, self.root = base, need, base.root
+        self.base, self.need = base, need
         self.key = "pushforward", need, base.key
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
@@ -106,7 +114,7 @@ class Mapped(Flat):
     """The function under ``jax.vmap``; ``axes`` are those of the inputs, the results are mapped over axis 0."""
 
     def __init__(self, base: Flat, axes: tuple[int | None, ...], size: int, same_draws: bool) -> None:
-        self.base, self.axes, self.size, self.same_draws, self.root = base, axes, size, same_draws, base.root
+        self.base, self.axes, self.size, self.same_draws = base, axes, size, same_draws
         self.key = "mapped", axes, size, same_draws, base.key
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:

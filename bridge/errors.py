@@ -29,6 +29,12 @@ def user_line(error: BaseException | None = None) -> str:
     return library
 
 
+def is_raised_by_jax(error: BaseException) -> bool:
+    """Whether an error came out of JAX's own code."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and (frames[-1][0].f_globals.get("__name__") or "").startswith(("jax.", "jax_"))
+
+
 def _frames(frame: types.FrameType | None) -> Iterator[tuple[str, int]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno

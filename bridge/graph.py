@@ -60,9 +60,12 @@ class Meta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """One ATen op call. ``leaves`` are its flattened arguments, in which a Ref or a Const stands for a tensor."""
+    """One call of an ATen op, or of another compiled function.
 
-    op: torch._ops.OpOverload
+    ``leaves`` are its flattened arguments, in which a Ref or a Const stands for a tensor.
+    """
+
+    op: Any
     leaves: tuple[Any, ...]
     spec: Any
     results: tuple[Meta | None, ...]
@@ -155,7 +158,8 @@ def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Arra
         args, kwargs = node.spec.unflatten(leaves)
         draw_key = None if node.draw is None else jax.random.fold_in(key, node.draw)
         try:
-            result = find_lowering(node.op)(*args, **kwargs, _results=node.results, _key=draw_key)
+            lower = getattr(node.op, "lower", None) or find_lowering(node.op)
+            result = lower(*args, **kwargs, _results=node.results, _key=draw_key)
         except (TypeError, ValueError, NotImplementedError, AssertionError, AttributeError, IndexError) as error:
             raise TypeError(f"{node.line}: {node.op} could not be expressed in JAX: {error}") from error
         if node.single:

@@ -6,6 +6,7 @@ not made inside is met here, and a recorded stand-in takes its place.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,20 +26,39 @@ _VALUE_METHODS = {
 }
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_ACTIVE: list[Captured] = []  # innermost last
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.recordings: list[Captured] = []  # innermost last
+
+
+_ACTIVE = _Active()
+
+
+def recording() -> Captured | None:
+    """What the innermost recording of this thread captures."""
+    return _ACTIVE.recordings[-1] if _ACTIVE.recordings else None
+
+
+def is_traced_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others, in a recording or in ``torch.func``, and has no memory of its own."""
+    return isinstance(tensor, (ti.FunctionalTensor, ti.FakeTensor)) or ti.is_functorch_wrapped_tensor(tensor)
 
 
 def is_update_of(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
     """Whether ``tensor`` is the stand-in of a captured tensor, which in-place operators hand back."""
-    return bool(_ACTIVE) and _ACTIVE[-1].stand_ins.get(id(captured)) is tensor
+    current = recording()
+    return current is not None and current.stand_ins.get(id(captured)) is tensor
 
 
 def as_outside(tensor: torch.Tensor) -> torch.Tensor | None:
     """A tensor of the current trace as one with values, if it depends on no input; None if it has none."""
-    if not _ACTIVE:
+    current = recording()
+    if current is None:
         return tensor
     with torch._C.DisableTorchFunction():
-        recorder = _ACTIVE[-1].recorder
+        recorder = current.recorder
         inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
         if ti.is_functorch_wrapped_tensor(inner) or not recorder.is_constant(inner):
             return None
@@ -55,11 +75,11 @@ class Captured:
         self.stand_ins: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> Captured:
-        _ACTIVE.append(self)
+        _ACTIVE.recordings.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _ACTIVE.pop()
+        _ACTIVE.recordings.pop()
 
     def add(self, tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
         inner = self.recorder.input(Meta.of(tensor))
@@ -67,6 +87,21 @@ class Captured:
         self.inputs.append(inner)
         self.stand_ins[id(tensor)] = stand_in
         return stand_in
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the function is to see in the place of a tensor: another one if it was not made inside."""
+        with torch._C.DisableTorchFunction():  # also called from where this mode is active
+            known = self.stand_ins.get(id(tensor))
+            if known is not None:
+                return known
+            if is_traced_tensor(tensor):
+                return tensor
+            if id(tensor) in self.recorder.where or torch._is_functional_tensor(tensor):
+                return tensor
+            _check_supported(tensor)
+            with ti.temporarily_clear_interpreter_stack():
+                self.tensors.append(tensor)
+                return self.add(tensor, tensor.requires_grad)
 
 
 class Interception(TorchFunctionMode):
@@ -78,7 +113,7 @@ class Interception(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
+        args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.captured.stand_in, (args, kwargs))
         if func in _VALUE_METHODS:
             return self._constant_value(func, *args, **kwargs)
         if func is _SET_DATA:
@@ -89,21 +124,6 @@ class Interception(TorchFunctionMode):
             with ti.function_modes_in_backward(), self:
                 return func(*args, **kwargs)
         return REPLACEMENTS.get(func, func)(*args, **kwargs)
-
-    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the function is to see in the place of a tensor: another one if it was not made inside."""
-        with torch._C.DisableTorchFunction():  # also called from where this mode is active
-            known = self.captured.stand_ins.get(id(tensor))
-            if known is not None:
-                return known
-            if isinstance(tensor, (ti.FunctionalTensor, ti.FakeTensor)) or ti.is_functorch_wrapped_tensor(tensor):
-                return tensor
-            if id(tensor) in self.recorder.where or torch._is_functional_tensor(tensor):
-                return tensor
-            _check_supported(tensor)
-            with ti.temporarily_clear_interpreter_stack():
-                self.captured.tensors.append(tensor)
-                return self.captured.add(tensor, tensor.requires_grad)
 
     def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 import torch
 
-from .calling import as_torch
+from .calling import as_torch, made_from
+from .captures import is_traced
 from .tracing import as_jax
-from .trees import Structure, to_jax_tree
+from .trees import Structure, to_jax_tree, to_torch_tree
+from .values import array_to_tensor
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])
 _MARK = "__microtome_jax__"
 _JAX_MODULES = ("jax", "jaxlib", "optax", "microtome.jax_impl")
+_JAX_CODE = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 def jax_function(fun: Fun) -> Fun:
@@ -41,14 +46,21 @@ def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
     tensors. For transforms from function to function, ``lift(t)(fun, …) == as_torch(t(as_jax(fun), …))``; where a
     tensor is among the arguments, the call itself is compiled, as ``as_torch(lambda x: t(as_jax(f), x))(x)``.
 
-    Callables marked by :func:`jax_function`, and those that JAX, optax or ``microtome.jax_impl`` define, pass as they
-    are. Works on transforms of other libraries: ``lift(optax.microbatching.micro_vmap)``.
+    Callables marked by :func:`jax_function`, those that JAX made (``jax.jit(f)``, ``jax.vmap(f)``, ``custom_vjp``), and
+    those that JAX, optax or ``microtome.jax_impl`` define, pass as they are. Functions within a result come out as
+    torch callables (``out, pull = lift(jax.vjp)(f, x)``). Works on transforms of other libraries:
+    ``lift(optax.microbatching.micro_vmap)``.
+
+    Raises:
+        TypeError: ``transform`` is not callable, or a function written in JAX was given unmarked.
 
     >>> import jax, torch
     >>> from microtome.bridge import lift
     >>> lift(jax.grad)(lambda x: (x ** 3).sum())(torch.tensor([1.0, 2.0]))
     tensor([ 3., 12.])
     """
+    if not callable(transform):
+        raise TypeError(f"lift expects a transform, a callable; got {type(transform).__name__}.")
 
     @functools.wraps(transform)
     def lifted(*args: Any, **kwargs: Any) -> Any:
@@ -59,24 +71,45 @@ def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
             args, kwargs = structure.join(arrays)
             return transform(*args, **kwargs)
 
-        return as_torch(apply)(*tensors) if tensors else _out(apply())
+        return _out(as_torch(apply)(*tensors) if tensors else apply())
 
     return lifted
 
 
 def to_jax_callable(leaf: Any) -> Any:
     """A torch callable traced; everything else, and what is JAX already, as it is."""
-    if not callable(leaf) or isinstance(leaf, (type, torch.Tensor)) or _is_jax(leaf):
+    if not callable(leaf) or isinstance(leaf, (type, torch.Tensor)):
         return leaf
-    return as_jax(leaf)
+    original = made_from(leaf)
+    if original is not None:
+        return original
+    return leaf if _is_jax(leaf) else as_jax(leaf)
 
 
 def _is_jax(fun: Any) -> bool:
-    if getattr(fun, _MARK, False):
+    if getattr(fun, _MARK, False) or is_traced(fun):
         return True
-    module = getattr(inspect.unwrap(fun) if hasattr(fun, "__wrapped__") else fun, "__module__", None) or ""
-    return module.startswith(tuple(m + "." for m in _JAX_MODULES)) or module in _JAX_MODULES
+    if isinstance(fun, functools.partial):
+        return _is_jax(fun.func)
+    if _is_of(type(fun).__module__) or getattr(fun, "__code__", _is_jax.__code__).co_filename.startswith(_JAX_CODE):
+        return True
+    return _is_of(getattr(inspect.unwrap(fun) if hasattr(fun, "__wrapped__") else fun, "__module__", None) or "")
+
+
+def _is_of(module: str) -> bool:
+    return module in _JAX_MODULES or module.startswith(tuple(m + "." for m in _JAX_MODULES))
 
 
 def _out(result: Any) -> Any:
-    return as_torch(result) if callable(result) else result
+    """A result for torch: functions become torch callables, arrays become tensors."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array):
+            return array_to_tensor(leaf, copy=True)
+        return as_torch(leaf) if inspect.isroutine(leaf) or hasattr(leaf, "__wrapped__") else leaf
+
+    if callable(result) and not jax.tree_util.all_leaves([result]):  # such as the pullback of jax.vjp
+        return functools.partial(as_torch(lambda function, *args, **kwargs: function(*args, **kwargs)), result)
+    if type(result) in (tuple, list):
+        return type(result)(map(_out, result))
+    return to_torch_tree(result, convert)

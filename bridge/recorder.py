@@ -160,12 +160,28 @@ class Recorder(ti.TorchDispatchMode):
         values = tuple(self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         index, single = len(self.nodes), isinstance(out, torch.Tensor)
         results = tuple(Meta.of(o) if isinstance(o, torch.Tensor) else None for o in outs)
-        draw = self._draw_number() if random else None
+        draw = self.draw_number() if random else None
         self.nodes.append(Node(func, values, _Spec(spec), results, single, draw, user_line()))
         if single:
             return self._own(out, tensors, Ref(index))
         owned = [self._own(o, tensors, Ref(index, j)) if isinstance(o, torch.Tensor) else o for j, o in enumerate(outs)]
         return ti.torch_pytree.tree_unflatten(owned, ti.torch_pytree.tree_structure(out))
+
+    def call(self, op: Any, tensors: Sequence[torch.Tensor], results: Sequence[Meta], draw: int | None) -> list[Any]:
+        """Write down a call of another compiled function; what it returns, as tensors of this trace."""
+        with torch._C.DisableTorchFunction():
+            inner: list[Any] = [ti.from_fun(t.detach()) if isinstance(t, ti.FunctionalTensor) else t for t in tensors]
+            values = tuple(map(self.value, inner))
+            index = len(self.nodes)
+            spec = _Spec(ti.torch_pytree.tree_structure((values, {})))
+            self.nodes.append(Node(op, values, spec, tuple(results), False, draw, user_line()))
+            outs = []
+            for j, meta in enumerate(results):
+                with ti.no_dispatch(), self.fake:
+                    out = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+                self._bind(out, Ref(index, j))
+                outs.append(ti.to_fun(out))
+            return outs
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
@@ -184,11 +200,11 @@ class Recorder(ti.TorchDispatchMode):
         self.where[id(tensor)] = ref
         self.keep.append(tensor)
 
-    def _draw_number(self) -> int:
+    def draw_number(self) -> int:
         """Draws that torch itself would repeat (checkpoint restores the generator) get the same number."""
-        state = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
-        number = self.draws.setdefault(state, len(self.draws))
-        with ti.no_dispatch():
+        with torch._C.DisableTorchFunction(), ti.no_dispatch():
+            state = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
+            number = self.draws.setdefault(state, len(self.draws))
             torch.rand(1)  # the next draw finds the generator moved on
         return number
 

@@ -23,7 +23,7 @@ import torch
 from . import torch_internals as ti
 from .errors import TraceError, WrittenArgument, frozen_number
 from .graph import Graph, Meta, Value
-from .interception import Captured, Interception
+from .interception import Captured, Interception, is_traced_tensor, recording
 from .recorder import Recorder
 
 aten = torch.ops.aten
@@ -76,12 +76,13 @@ _LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def _apart_from_callers() -> Iterator[None]:
-    """Out of reach of what the caller does: ``torch.func``, dual numbers, anomaly checks, hooks on saved tensors."""
+    """Out of reach of what the caller does: another recording, ``torch.func``, dual numbers, checks, hooks."""
     with (
         ti.temporarily_clear_interpreter_stack(),
         ti.without_forward_mode(),
         ti.without_saved_tensor_hooks(),
         torch.autograd.set_detect_anomaly(False),
+        ti.without_modes() if recording() is not None else contextlib.nullcontext(),
     ):
         yield
 
@@ -113,8 +114,8 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tup
         for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
             captured.add(tensor, differentiable or tensor.requires_grad)
         interception = Interception(captured)
-        with interception, captured, ti.entering_functorch(interception.stand_in):
-            outputs = [_functional(interception.stand_in(o)) for o in fun(*arguments)]
+        with interception, captured, ti.entering_functorch(captured.stand_in):
+            outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
             differentiable = [o.requires_grad for o in outputs]
             cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
             wanted = [a for a, n in zip(arguments, need, strict=False) if n]
@@ -141,7 +142,7 @@ def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captur
         return [None] * (len(wanted) + len(wanted_captured))
     stand_ins = [captured.stand_ins[id(t)] for t in wanted_captured]
     # A user's autograd.Function receives a captured tensor itself, not its stand-in: both lead to its gradient.
-    direct = [t for t in wanted_captured if t.requires_grad]
+    direct = [t for t in wanted_captured if t.requires_grad and not is_traced_tensor(t)]
     found = torch.autograd.grad(outputs, [*wanted, *stand_ins], cotangents, allow_unused=True, retain_graph=True)
     with torch._C.DisableTorchFunction():
         extra = torch.autograd.grad(outputs, direct, cotangents, allow_unused=True) if direct else ()

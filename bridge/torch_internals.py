@@ -45,7 +45,7 @@ try:
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
     from torch.utils import _pytree as torch_pytree
     from torch.utils._mode_utils import no_dispatch
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
     # The slot just below functionalisation: ops arrive there after autograd and with every in-place write resolved.
     BELOW_FUNCTIONALISATION = torch._C._TorchDispatchModeKey.PROXY
@@ -86,6 +86,7 @@ __all__ = [
     "to_fun",
     "torch_pytree",
     "without_forward_mode",
+    "without_modes",
     "without_saved_tensor_hooks",
 ]
 
@@ -165,6 +166,20 @@ def without_forward_mode() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A scope in which no dispatch mode and no function mode is active."""
+    stack: list[Any] = []
+    with _disable_current_modes():
+        while torch._C._len_torch_function_stack():
+            stack.append(torch._C._pop_torch_function_stack())
+        try:
+            yield
+        finally:
+            for mode in reversed(stack):
+                torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """A scope in which autograd keeps its saved tensors itself; a checkpoint around it would take them away."""
     hooks: list[Any] = []
@@ -216,6 +231,7 @@ def plain_kernels() -> Iterator[None]:
     seeding: Any = torch
     random: Any = torch.random
     backward, seed, apply_checkpoint = autograd.backward, random.manual_seed, checkpoint.apply
+    own_apply = vars(checkpoint).get("apply")
     here = _this_thread()
     mkldnn = torch._C._get_mkldnn_enabled()
     fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -243,6 +259,9 @@ def plain_kernels() -> Iterator[None]:
         random.manual_seed = seeding.manual_seed = seed
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
-        del checkpoint.apply
+        if own_apply is None:
+            del checkpoint.apply
+        else:  # within another recording
+            checkpoint.apply = own_apply  # type: ignore[method-assign]
         effects.has_effects = has_effects
         distribution._validate_args = validate

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from jax.interpreters import ad
 from torch.overrides import TorchFunctionMode
 
-from . import torch_internals as ti
-from .captures import SOURCE, Walk, WrittenContainers, generator_states, hashable, surroundings
+from .captures import SOURCE, Walk, WrittenContainers, generator_states, surroundings
 from .context import Call, current_call
 from .differentiation import Source, TorchFunction
-from .errors import TraceError, WrittenArgument, frozen_number
+from .errors import TraceError, WrittenArgument, frozen_number, is_raised_by_jax, user_line
 from .graph import Meta
+from .interception import is_traced_tensor
 from .side_effects import Effect, Watched
 from .torch2jax_engine import InterpretedFunction, is_interpreted
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
@@ -86,6 +86,10 @@ def python_function(fun: Any) -> Any:
 def _wrap(fun: Any, original: Any) -> None:
     functools.update_wrapper(fun, python_function(original))
     setattr(fun, SOURCE, (fun, original))
+    try:
+        inspect.signature(fun)
+    except ValueError:  # of a builtin
+        del fun.__wrapped__
     if isinstance(original, torch.nn.Module):
         fun.__name__ = type(original).__name__
 
@@ -153,11 +157,11 @@ class _Traced:
             outer = current_call()
             device = torch.device("cpu") if outer is None else outer.device
             metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
-            walk = Walk(self.torch_fun)
+            walk = Walk(self.torch_fun, structure.fixed)
             once = outer.in_body() if outer is not None else not any(isinstance(a, jax.core.Tracer) for a in arrays)
             grad = outer is None or not once or outer.grad
             mode = _Mode(once, grad, tuple(map(_is_differentiated, arrays)), surroundings())
-            form = structure.treedef, structure.moves, tuple(map(hashable, structure.fixed)), tuple(metas), mode
+            form = structure.treedef, structure.moves, tuple(metas), mode
             made = self._made.get((form, walk.key))
             if made is None or not made.is_of(walk):
                 if len(self._made) >= _CACHE_SIZE:
@@ -167,9 +171,9 @@ class _Traced:
                 if generator_states(walk) != states:
                     raise frozen_number()
                 written.remember()
-                self._made[form, Walk(self.torch_fun).key] = made
+                self._made[form, Walk(self.torch_fun, structure.fixed).key] = made
             captured = self._captured(made.tracing, outer)
-            make_key = functools.partial(_draw_key, key, rows, outer, (form[2], walk.key))
+            make_key = functools.partial(_draw_key, key, rows, outer, walk.key)
             results = made.tracing.call(make_key, [*arrays, *captured])
             count = len(results) - len(made.tracing.mutated)
             self._write_back(made.tracing, len(arrays), results[count:], walk, outer)
@@ -204,8 +208,13 @@ class _Traced:
                     if not mode.grad and self.engine == "record":
                         scope.enter_context(torch.no_grad())
                     result = to_jax_tree(torch_fun(*args, **kwargs))
-            except BaseException:
+            except BaseException as error:
                 watched.restore()
+                if isinstance(error, TypeError) and "FunctionalTensor" in str(error) and is_raised_by_jax(error):
+                    raise TraceError(
+                        f"{user_line(error)}: JAX code was given a torch tensor. If the function is written in JAX, "
+                        "mark it with microtome.torch_api.jax_function; else stay in torch ops there."
+                    ) from error
                 raise
             found = watched.settle(first=not shape)
             if not shape:
@@ -218,8 +227,8 @@ class _Traced:
             return shape[0].join(arrays)
 
         if self.engine == "record":
-            # Inside, a tensor of torch.func counts as one of the function's own: those from outside are known here.
-            source = Source(flat, [t for t in walk.tensors if ti.is_functorch_wrapped_tensor(t)])
+            # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
+            source = Source(flat, [t for t in walk.tensors if is_traced_tensor(t)])
             try:
                 tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants)
             except WrittenArgument as error:

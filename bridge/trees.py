@@ -88,7 +88,7 @@ def to_jax_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
 
     def convert(x: Any) -> Any:
         kind = type(x)
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, (torch.Tensor, torch.Size)):
             return leaf(x)
         if kind is dict:
             return Dict({k: convert(v) for k, v in x.items()})
@@ -118,6 +118,8 @@ def to_torch_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
             return x.build([convert(c) for c in x.children])
         if kind is Rows:
             return convert(x.value)
+        if kind is torch.Size:
+            return leaf(x)
         one_level = _one_level(x)
         if one_level is not None:
             children, build = one_level

@@ -572,7 +572,6 @@ IN_JAX: dict[str, Any] = {
     "vmapped": jax.vmap(lambda x: jnp.sin(x)),
     "checkpointed": jax.checkpoint(_plain_jax),
     "named": jax.named_call(_plain_jax, name="n"),
-    "partial of a plain one": functools.partial(_plain_jax),
     "marked": jax_function(_plain_jax),
     "marked method": jax_function(_JaxMethods().loss),
     "jitted method": _JaxMethods().jitted,
@@ -590,7 +589,7 @@ IN_JAX: dict[str, Any] = {
 _IN_JAX_WRONG = dict.fromkeys(
     (
         *("jitted", "jitted with static names", "partial of a jitted one", "partial of JAX's own", "custom_jvp"),
-        *("custom_vjp", "vmapped", "checkpointed", "named", "partial of a plain one", "jitted method"),
+        *("custom_vjp", "vmapped", "checkpointed", "named", "jitted method"),
         *("what as_jax made", "what as_torch made", "jitted as_jax"),
     ),
     _NOT_SEEN,
