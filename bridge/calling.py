@@ -123,7 +123,8 @@ def _prepare(
         found = _KNOWN.get(signature)
         hidden = [] if found is None else [t for t in (ref() for ref in found[1]) if t is not None]
         if found is None or len(hidden) < len(found[1]):
-            _check_arguments(jax_fun, args, kwargs)
+            if recording() is None:
+                _check_arguments(jax_fun, args, kwargs)
             written = written_count()
             hidden = []
             while True:

@@ -64,7 +64,7 @@ class TorchFunction:
         self.arguments = list(metas)
         self._programs: dict[Any, Any] = {}
         needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]
-        needed += [t.requires_grad and wants(t) for t in source.captured]
+        needed += [Meta.of(t).differentiable and wants(t) for t in source.captured]
         graph, source.captured = record(source.fun, self.arguments, needed, source.captured, wants)
         self.metas = [*self.arguments, *(Meta.of(t) for t in source.captured)]
         self.first = graph

@@ -120,7 +120,7 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tup
             cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
             wanted = [a for a, n in zip(arguments, need, strict=False) if n]
             new = captured.tensors[len(known) :]
-            need = [*need, *(t.requires_grad and Meta.of(t).differentiable and wants(t) for t in new)]
+            need = [*need, *(Meta.of(t).differentiable and wants(t) for t in new)]
             wanted_captured = [t for t, n in zip(captured.tensors, need[len(metas) :], strict=True) if n]
             gradients = _gradients(
                 [o for o, d in zip(outputs, differentiable, strict=True) if d],
@@ -142,7 +142,8 @@ def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captur
         return [None] * (len(wanted) + len(wanted_captured))
     stand_ins = [captured.stand_ins[id(t)] for t in wanted_captured]
     # A user's autograd.Function receives a captured tensor itself, not its stand-in: both lead to its gradient.
-    direct = [t for t in wanted_captured if t.requires_grad and not is_traced_tensor(t)]
+    with torch._C.DisableTorchFunction():  # of the tensors themselves, not of their stand-ins
+        direct = [t for t in wanted_captured if t.requires_grad and not is_traced_tensor(t)]
     found = torch.autograd.grad(outputs, [*wanted, *stand_ins], cotangents, allow_unused=True, retain_graph=True)
     with torch._C.DisableTorchFunction():
         extra = torch.autograd.grad(outputs, direct, cotangents, allow_unused=True) if direct else ()

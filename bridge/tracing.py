@@ -316,7 +316,10 @@ def _is_wanted(outer: Call | None, tensor: torch.Tensor) -> bool:
     """Whether the gradient of a captured tensor is asked for."""
     if outer is None or not outer.grad:
         return False
-    return _is_differentiated(outer.tensors[id(tensor)]) if id(tensor) in outer.tensors else tensor.requires_grad
+    if id(tensor) in outer.tensors:
+        return _is_differentiated(outer.tensors[id(tensor)])
+    with torch._C.DisableTorchFunction():
+        return tensor.requires_grad
 
 
 def _is_differentiated(array: Any) -> bool:
