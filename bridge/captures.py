@@ -29,7 +29,7 @@ import torch
 from .user_code import is_users_file
 
 _PLAIN = (
-    *(bool, int, str, bytes, complex, type(None), enum.Enum, range, slice),
+    *(bool, int, str, bytes, complex, type(None), enum.Enum, range),
     *(torch.dtype, torch.device, torch.Size, jax.tree_util.PyTreeDef),
 )
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
@@ -150,6 +150,10 @@ class Walk:
             add((type(x), x))
         elif isinstance(x, float):
             add((float, x.hex()))
+        elif isinstance(x, slice):  # not hashable before Python 3.12
+            add(slice)
+            for bound in (x.start, x.stop, x.step):
+                self._visit(bound, path)
         elif isinstance(x, torch.Tensor):
             self._tensor(x, path)
         elif isinstance(x, types.BuiltinFunctionType) or (isinstance(x, (types.ModuleType, type)) and not _is_users(x)):

@@ -12,6 +12,7 @@ autograd, by a function mode that puts a recorded stand-in in the place of each 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -74,7 +75,7 @@ def _unchanged_generators() -> Iterator[None]:
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), _numpy_state()
     try:
         yield
-        if random.getstate() != python_state or str(_numpy_state()) != str(numpy_state):
+        if random.getstate() != python_state or pickle.dumps(_numpy_state()) != pickle.dumps(numpy_state):
             raise frozen_number()
     finally:
         torch.set_rng_state(torch_state)

@@ -8,6 +8,7 @@ deep inside a trace.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,7 +58,7 @@ __all__ = [
     "Substitution",
     "TorchDispatchMode",
     "compiling",
-    "core_aten_decompositions",
+    "core_decompositions",
     "decomposition_table",
     "entering_functorch",
     "from_fun",
@@ -69,6 +70,12 @@ __all__ = [
     "to_fun",
     "torch_pytree",
 ]
+
+
+@functools.cache
+def core_decompositions() -> dict[Any, Callable[..., Any]]:
+    """torch's core decompositions. torch searches all registered ops for them each time that it is asked."""
+    return dict(core_aten_decompositions().items())
 
 
 class Substitution(TorchFunctionMode):

@@ -110,7 +110,62 @@ def ctc_loss(
     return loss.sum() if reduction == "sum" else loss if batched else loss[0]
 
 
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """As ``torch.cov``, which asks whether any weight is negative."""
+    rows = input.reshape(1, -1) if input.dim() < 2 else input
+    weights = fweights
+    if aweights is not None:
+        weights = aweights if fweights is None else fweights * aweights
+    total: Any = rows.shape[1] if weights is None else weights.sum()
+    mean = rows.mean(1, keepdim=True) if weights is None else (rows * weights).sum(1, keepdim=True) / total
+    if aweights is None or correction == 0 or weights is None:
+        number = total - correction
+    else:
+        number = total - correction * (weights * aweights).sum() / total
+    centred = rows - mean
+    right = centred if weights is None else centred * weights
+    number = number.clamp(min=0) if isinstance(number, Tensor) else max(number, 0)
+    return (centred @ right.t().conj() / number).squeeze()
+
+
+def tensor_split(input: Tensor, indices_or_sections: Any, dim: int = 0) -> Any:
+    """As ``torch.tensor_split``, which reads a tensor of indices from memory."""
+    if isinstance(indices_or_sections, Tensor):
+        indices_or_sections = indices_or_sections.tolist()
+    return torch.tensor_split(input, indices_or_sections, dim)
+
+
+def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """As ``torch.index_fill``, whose gradient for ``value`` lists each index once."""
+    if not isinstance(value, Tensor):
+        return torch.index_fill(input, dim, index, value)
+    chosen = torch.zeros_like(input, dtype=torch.bool).index_fill(dim, index, True)
+    return torch.where(chosen, value.to(input.dtype), input)
+
+
+def floor_divide(input: Any, other: Any) -> Any:
+    """As ``torch.floor_divide``, whose gradient torch has not written: it is zero, as that of this quotient."""
+    return torch.div(input, other, rounding_mode="floor")
+
+
+def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
+    """As ``F.linear_cross_entropy``; how it is cut into chunks is left to XLA."""
+    return F.linear_cross_entropy(*args, **kwargs)
+
+
 REPLACEMENTS: dict[Any, Any] = {
+    torch.Tensor.__floordiv__: floor_divide,
+    torch.Tensor.floor_divide: floor_divide,
+    torch.Tensor.index_fill: index_fill,
+    torch.Tensor.cov: cov,
+    torch.Tensor.tensor_split: tensor_split,
+    torch.cov: cov,
+    torch.floor_divide: floor_divide,
+    torch.index_fill: index_fill,
+    torch.tensor_split: tensor_split,
+    F.linear_cross_entropy: linear_cross_entropy,
     F.ctc_loss: ctc_loss,
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
