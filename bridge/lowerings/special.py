@@ -74,6 +74,7 @@ def _scaled_k(x: Array, order: int) -> Array:
         return total + jnp.exp(-2 * x * jnp.sinh(t / 2) ** 2) * jnp.cosh(order * t)
 
     total = jax.lax.fori_loop(1, steps, add, jnp.full_like(x, 0.5)) * width
+    total = jnp.where(jnp.isinf(x), 0, total)
     return jnp.where(x > 0, total, jnp.where(x == 0, jnp.inf, jnp.nan))
 
 
