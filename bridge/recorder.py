@@ -39,7 +39,7 @@ class Recorder(ti.TorchDispatchMode):
         self.where: dict[int, Ref] = {}
         self.keep: list[torch.Tensor] = []  # ids stay unique while their tensors live
         self.draws: dict[str, int] = {}
-        self.core = ti.core_aten_decompositions()
+        self.core = ti.core_decompositions()
 
     @classmethod
     def is_infra_mode(cls) -> bool:

@@ -12,6 +12,7 @@ autograd, by a function mode that puts a recorded stand-in in the place of each 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -96,7 +97,7 @@ def _unchanged_generators() -> Iterator[None]:
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), _numpy_state()
     try:
         yield
-        if random.getstate() != python_state or str(_numpy_state()) != str(numpy_state):
+        if random.getstate() != python_state or pickle.dumps(_numpy_state()) != pickle.dumps(numpy_state):
             raise frozen_number()
     finally:
         if not torch.equal(torch.get_rng_state(), torch_state):  # other threads draw from it too

@@ -67,7 +67,7 @@ __all__ = [
     "TorchDispatchMode",
     "are_functorch_transforms_active",
     "compiling",
-    "core_aten_decompositions",
+    "core_decompositions",
     "decomposition_table",
     "disable_dynamo",
     "entering_functorch",
@@ -89,6 +89,12 @@ __all__ = [
     "without_modes",
     "without_saved_tensor_hooks",
 ]
+
+
+@functools.cache
+def core_decompositions() -> dict[Any, Callable[..., Any]]:
+    """torch's core decompositions. torch searches all registered ops for them each time that it is asked."""
+    return dict(core_aten_decompositions().items())
 
 
 class Substitution(TorchFunctionMode):

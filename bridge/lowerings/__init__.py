@@ -16,7 +16,20 @@ import torch
 from ..torchax_ops import torchax_table
 from ._registry import OWN, Lowering
 
-_FILES = ("backward", "complex", "convolution", "elementwise", "indexing", "linear_algebra", "pooling", "random")
+_FILES = (
+    "backward",
+    "complex",
+    "convolution",
+    "elementwise",
+    "indexing",
+    "linear_algebra",
+    "losses",
+    "pooling",
+    "random",
+    "reductions",
+    "sampling",
+    "special",
+)
 
 # Lowerings of torchax that give wrong numbers, frozen draws or do not compile, and whose decomposition is right.
 _WRONG_IN_TORCHAX = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import Array
 
@@ -100,12 +101,25 @@ def cdist_backward(g: Array, x1: Array, x2: Array, p: float, distance: Array) ->
     if p == 0:
         return jnp.zeros_like(x1)
     difference = x1[..., :, None, :] - x2[..., None, :, :]
-    size, total = jnp.abs(difference), distance[..., None]
-    nonzero = jnp.where(total == 0, 1, total)
+    return _pulled_difference(g[..., None], difference, p, distance[..., None]).sum(-2)
+
+
+@lowering("aten._pdist_backward")
+def pdist_backward(g: Array, x: Array, p: float, distance: Array) -> Array:
+    one, two = np.triu_indices(x.shape[0], 1)
+    if p == 0 or not one.size:
+        return jnp.zeros_like(x)
+    pulled = _pulled_difference(g[:, None], x[one] - x[two], p, distance[:, None])
+    return jnp.zeros_like(x).at[one].add(pulled).at[two].add(-pulled)
+
+
+def _pulled_difference(g: Array, difference: Array, p: float, total: Array) -> Array:
+    """The cotangent of a difference from that of its p-norm ``total``."""
+    size, nonzero = jnp.abs(difference), jnp.where(total == 0, 1, total)
     if p == 1:
-        return (g[..., None] * jnp.sign(difference)).sum(-2)
+        return g * jnp.sign(difference)
     if p == float("inf"):
         weight = jnp.sign(difference) * (size == total)
     else:
         weight = difference * jnp.where(size == 0, 1, size) ** (p - 2) / nonzero ** (p - 1)
-    return jnp.where(total == 0, 0, g[..., None] * weight).sum(-2)
+    return jnp.where(total == 0, 0, g * weight)

@@ -33,3 +33,9 @@ def view_as_complex(x: Array) -> Array:
 def complex_(real: Array, imag: Array) -> Array:
     real, imag = jnp.broadcast_arrays(real, imag)
     return jax.lax.complex(real, imag)
+
+
+@lowering("aten._neg_view", "aten._neg_view_copy")
+def neg_view(x: Array) -> Array:
+    """What torch marks on the imaginary part of a conjugate view, without touching the numbers."""
+    return -x

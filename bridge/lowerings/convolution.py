@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import torch
+import jax.numpy as jnp
 from jax import Array
 
-from ..torchax_ops import torchax_table
 from ._registry import lowering
-from .backward import forward
+
+
+@lowering("aten.convolution", "aten._convolution")
+def convolution(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    *flags: bool,
+) -> Array:
+    """torchax's gives wrong numbers for grouped transposed convolutions."""
+    spatial = weight.ndim - 2
+    stride, padding, dilation, output_padding = (
+        list(v) * spatial if len(v) == 1 else list(v) for v in (stride, padding, dilation, output_padding)
+    )
+    pads = [(p, p) for p in padding]
+    dilated = [1] * spatial
+    if transposed:  # a plain convolution with the flipped kernel over an input that is dilated by the stride
+        weight = jnp.flip(_transposed_kernel(weight, groups), range(2, weight.ndim))
+        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        pads = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
+        stride, dilated = dilated, stride
+    out = jax.lax.conv_general_dilated(
+        x, weight, stride, pads, lhs_dilation=dilated, rhs_dilation=dilation, feature_group_count=groups
+    )
+    return out if bias is None else out + bias.reshape(-1, *[1] * spatial)
+
+
+def _transposed_kernel(weight: Array, groups: int) -> Array:
+    """(inputs, outputs of a group, ...) as (outputs, inputs of a group, ...)."""
+    inputs, outputs, *kernel = weight.shape
+    grouped = weight.reshape(groups, inputs // groups, outputs, *kernel)
+    return jnp.swapaxes(grouped, 1, 2).reshape(groups * outputs, inputs // groups, *kernel)
 
 
 @lowering("aten.convolution_backward")
@@ -27,21 +64,10 @@ def convolution_backward(
     groups: int,
     mask: Any,
 ) -> tuple[Array | None, ...]:
-    convolve = forward(torch.ops.aten.convolution)
-
     def apply(x: Array, weight: Array) -> Array:
-        return convolve(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
+        return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
 
     _, pull = jax.vjp(apply, x, weight)
     gx, gw = pull(g)
     bias = g.sum(axis=(0, *range(2, g.ndim))) if mask[2] else None
     return gx if mask[0] else None, gw if mask[1] else None, bias
-
-
-@lowering("aten.convolution")
-def convolution(x: Array, weight: Array, *args: Any) -> Array:
-    """torchax's, which gives wrong numbers for grouped transposed convolutions: those are refused."""
-    transposed, groups = args[4], args[6]
-    if transposed and groups > 1:
-        raise NotImplementedError("a transposed convolution with groups > 1 is not supported; use groups=1")
-    return torchax_table()[torch.ops.aten.convolution](x, weight, *args)

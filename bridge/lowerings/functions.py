@@ -69,6 +69,55 @@ def gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+@torch.library.custom_op("microtome::ctc_loss", mutates_args=())
+def _ctc(
+    log_probs: Tensor, targets: Tensor, steps: Tensor, labels: Tensor, blank: int, zero_infinity: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and torch's gradient of it."""
+    given = (log_probs, targets, steps, labels)
+    loss, alpha = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)
+    one = torch.ones_like(loss)
+    gradient = torch.ops.aten._ctc_loss_backward.Tensor(one, *given, loss, alpha, blank, zero_infinity)
+    return torch.where(loss == math.inf, 0, loss) if zero_infinity else loss, gradient
+
+
+@_ctc.register_fake
+def _(log_probs: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
+
+
+class _Ctc(torch.autograd.Function):
+    @staticmethod
+    def forward(log_probs: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.microtome.ctc_loss(log_probs, *args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(inputs[0], output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Any) -> Any:
+        log_probs, gradient = ctx.saved_tensors
+        return g[:, None] * _Final.apply(gradient, log_probs), None, None, None, None, None
+
+
+class _Final(torch.autograd.Function):
+    """A gradient that torch cannot differentiate once more."""
+
+    @staticmethod
+    def forward(gradient: Tensor, log_probs: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        raise TypeError("the gradient of ctc_loss cannot be differentiated, in torch as here")
+
+
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
@@ -78,39 +127,76 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As ``F.ctc_loss``, by the recursion of Graves et al. (2006): the fused op's shapes depend on the lengths."""
+    """As ``F.ctc_loss``: the shapes of torch's fused op depend on the lengths."""
     batched = log_probs.dim() == 3
     if not batched:
         log_probs = log_probs.unsqueeze(1)
-    steps, rows, _ = log_probs.shape
-    lengths = torch.as_tensor(input_lengths).reshape(-1)
+    steps = torch.as_tensor(input_lengths).reshape(-1)
     labels = torch.as_tensor(target_lengths).reshape(-1)
     if targets.dim() == 1:  # the labels of all rows, one after another
         targets = torch.nn.utils.rnn.pad_sequence(targets.split(labels.tolist()), batch_first=True)
-    # A path visits blank, label, blank, label, ..., blank; a label may follow another label that differs from it.
-    path = torch.full((rows, 2 * targets.shape[1] + 1), blank, dtype=torch.long, device=log_probs.device)
-    path[:, 1::2] = targets
-    skip = torch.zeros_like(path, dtype=torch.bool)
-    skip[:, 2:] = (path[:, 2:] != blank) & (path[:, 2:] != path[:, :-2])
-    impossible = torch.finfo(log_probs.dtype).min / 4  # finite: the gradient of logsumexp over -inf alone is NaN
-    emitted = log_probs.gather(2, path.expand(steps, -1, -1))
-    alpha = torch.full_like(emitted[0], impossible)
-    alpha = torch.cat([emitted[0, :, :2], alpha[:, 2:]], 1)
-    for t in range(1, steps):
-        stay = [alpha, F.pad(alpha[:, :-1], (1, 0), value=impossible)]
-        stay.append(torch.where(skip, F.pad(alpha[:, :-2], (2, 0), value=impossible), impossible))
-        moved = (torch.logsumexp(torch.stack(stay), 0) + emitted[t]).clamp(min=impossible)
-        alpha = torch.where((t < lengths)[:, None], moved, alpha)
-    last = alpha.gather(1, 2 * labels[:, None])
-    before = torch.where(labels[:, None] > 0, alpha.gather(1, (2 * labels[:, None] - 1).clamp(min=0)), impossible)
-    loss = -torch.logsumexp(torch.cat([last, before], 1), 1)
-    loss = torch.where(loss < -impossible / 2, loss, 0.0 if zero_infinity else math.inf)
+    loss, _ = _Ctc.apply(log_probs, targets, steps, labels, blank, zero_infinity)
     if reduction == "mean":
         return (loss / labels.clamp(min=1)).mean()
     return loss.sum() if reduction == "sum" else loss if batched else loss[0]
 
 
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """As ``torch.cov``, which asks whether any weight is negative."""
+    rows = input.reshape(1, -1) if input.dim() < 2 else input
+    weights = fweights
+    if aweights is not None:
+        weights = aweights if fweights is None else fweights * aweights
+    total: Any = rows.shape[1] if weights is None else weights.sum()
+    mean = rows.mean(1, keepdim=True) if weights is None else (rows * weights).sum(1, keepdim=True) / total
+    if aweights is None or correction == 0 or weights is None:
+        number = total - correction
+    else:
+        number = total - correction * (weights * aweights).sum() / total
+    centred = rows - mean
+    right = centred if weights is None else centred * weights
+    number = number.clamp(min=0) if isinstance(number, Tensor) else max(number, 0)
+    return (centred @ right.t().conj() / number).squeeze()
+
+
+def tensor_split(input: Tensor, indices_or_sections: Any, dim: int = 0) -> Any:
+    """As ``torch.tensor_split``, which reads a tensor of indices from memory."""
+    if isinstance(indices_or_sections, Tensor):
+        indices_or_sections = indices_or_sections.tolist()
+    return torch.tensor_split(input, indices_or_sections, dim)
+
+
+def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """As ``torch.index_fill``, whose gradient for ``value`` lists each index once."""
+    if not isinstance(value, Tensor):
+        return torch.index_fill(input, dim, index, value)
+    chosen = torch.zeros_like(input, dtype=torch.bool).index_fill(dim, index, True)
+    return torch.where(chosen, value.to(input.dtype), input)
+
+
+def floor_divide(input: Any, other: Any) -> Any:
+    """As ``torch.floor_divide``, whose gradient torch has not written: it is zero, as that of this quotient."""
+    return torch.div(input, other, rounding_mode="floor")
+
+
+def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
+    """As ``F.linear_cross_entropy``; how it is cut into chunks is left to XLA."""
+    return F.linear_cross_entropy(*args, **kwargs)
+
+
 REPLACEMENTS: dict[Any, Any] = {
+    torch.Tensor.__floordiv__: floor_divide,
+    torch.Tensor.floor_divide: floor_divide,
+    torch.Tensor.index_fill: index_fill,
+    torch.Tensor.cov: cov,
+    torch.Tensor.tensor_split: tensor_split,
+    torch.cov: cov,
+    torch.floor_divide: floor_divide,
+    torch.index_fill: index_fill,
+    torch.tensor_split: tensor_split,
+    F.linear_cross_entropy: linear_cross_entropy,
     F.ctc_loss: ctc_loss,
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,

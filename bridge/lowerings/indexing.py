@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -119,3 +121,52 @@ def embedding_dense_backward(g: Array, indices: Array, rows: int, padding: int, 
     if padding >= 0:
         g = jnp.where((indices == padding)[:, None], 0, g)
     return jnp.zeros((rows, g.shape[-1]), g.dtype).at[indices].add(g)
+
+
+@lowering("aten.take")
+def take(x: Array, indices: Array) -> Array:
+    """torch's decomposition asks for the value of a single index."""
+    return x.reshape(-1)[indices]
+
+
+@lowering("aten.masked_scatter_backward")
+def masked_scatter_backward(g: Array, mask: Array, sizes: Sequence[int]) -> Array:
+    """The cotangents under the mask, in order, at the front of the source."""
+    mask = jnp.broadcast_to(mask, g.shape).reshape(-1)
+    size = math.prod(sizes)
+    where = jnp.where(mask, jnp.cumsum(mask) - 1, size)
+    return jnp.zeros(size, g.dtype).at[where].add(g.reshape(-1), mode="drop").reshape(sizes)
+
+
+@lowering("aten.nonzero_static")
+def nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
+    if x.ndim == 0:
+        return jnp.zeros((size, 0), jnp.int64)
+    return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), -1)
+
+
+@lowering("aten.index_reduce")
+def index_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True) -> Array:
+    if x.ndim == 0:
+        x, source = x[None], source.reshape(-1)
+        return index_reduce(x, 0, index, source, reduce, include_self=include_self)[0]
+    index = index.reshape(-1)
+    x, source = jnp.moveaxis(x, dim, 0), jnp.moveaxis(source.astype(x.dtype), dim, 0)
+    number = jnp.zeros(x.shape[0], x.dtype).at[index].add(1).reshape(-1, *[1] * (x.ndim - 1))
+    start = x if include_self else jnp.where(number > 0, _neutral(reduce, x.dtype), x)
+    if reduce == "prod":
+        result = start.at[index].multiply(source)
+    elif reduce == "mean":
+        total, count = start.at[index].add(source), jnp.maximum(number + int(include_self), 1)
+        result = total / count if jnp.issubdtype(x.dtype, jnp.inexact) else total // count
+    else:
+        result = start.at[index].max(source) if reduce == "amax" else start.at[index].min(source)
+    return jnp.moveaxis(result, 0, dim)
+
+
+def _neutral(reduce: str, dtype: Any) -> Any:
+    if reduce in ("prod", "mean"):
+        return jnp.asarray(reduce == "prod", dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(-jnp.inf if reduce == "amax" else jnp.inf, dtype)
+    return jnp.iinfo(dtype).min if reduce == "amax" else jnp.iinfo(dtype).max

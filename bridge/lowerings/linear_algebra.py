@@ -71,7 +71,10 @@ def lu_unpack(lu: Array, pivots: Array, data: bool = True, with_pivots: bool = T
     inner = min(rows, columns)
     lower = jnp.tril(lu, -1)[..., :inner] + jnp.eye(rows, inner, dtype=lu.dtype)
     permutation = jax.lax.linalg.lu_pivots_to_permutation((pivots - 1).astype(jnp.int32), rows)
-    return jnp.swapaxes(jax.nn.one_hot(permutation, rows, dtype=lu.dtype), -1, -2), lower, jnp.triu(lu)[..., :inner, :]
+    p = jnp.swapaxes(jax.nn.one_hot(permutation, rows, dtype=lu.dtype), -1, -2)
+    nothing = jnp.zeros(0, lu.dtype)  # what torch gives for the factors that were not asked for
+    factors = (lower, jnp.triu(lu)[..., :inner, :]) if data else (nothing, nothing)
+    return (p if with_pivots else nothing, *factors)
 
 
 @lowering("aten._linalg_eigh")
@@ -88,3 +91,40 @@ def linalg_lu(a: Array, pivot: bool = True) -> tuple[Array, Array, Array]:
         raise NotImplementedError("linalg.lu without pivoting has no counterpart in JAX")
     lu, pivots, _, _ = _lu(a)
     return lu_unpack(lu, pivots)
+
+
+@lowering("aten.linalg_pinv.atol_rtol_tensor")
+def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, hermitian: bool = False) -> Array:
+    """torchax heeds neither ``atol`` nor ``hermitian``, which reads one triangle."""
+    if a.size == 0:
+        return jnp.zeros((*a.shape[:-2], a.shape[-1], a.shape[-2]), a.dtype)
+    if hermitian:
+        w, left = eigh(a)
+        right, size = jnp.conj(jnp.swapaxes(left, -1, -2)), jnp.abs(w)
+    else:
+        left, w, right = jnp.linalg.svd(a, full_matrices=False)
+        size = w
+    usual = jnp.finfo(a.dtype).eps * max(a.shape[-2:])
+    least = jnp.asarray(0.0 if atol is None else atol)
+    relative = jnp.where(least > 0, 0.0, usual) if rtol is None else jnp.asarray(rtol)
+    limit = jnp.maximum(least[..., None], relative[..., None] * size.max(-1, keepdims=True))
+    inverse = jnp.where(size > limit, 1 / jnp.where(w == 0, 1, w), 0).astype(a.dtype)
+    return jnp.conj(jnp.swapaxes((left * inverse[..., None, :]) @ right, -1, -2))
+
+
+@lowering("aten.geqrf")
+def geqrf(a: Array) -> tuple[Array, Array]:
+    """Householder reflections: R above the diagonal, the reflections below it, and their factors."""
+    packed, factors = jnp.linalg.qr(a, mode="raw")
+    return jnp.swapaxes(packed, -1, -2), factors
+
+
+@lowering("aten.ormqr")
+def ormqr(a: Array, tau: Array, other: Array, left: bool = True, transpose: bool = False) -> Array:
+    return jax.lax.linalg.ormqr(a, tau, other, left=left, transpose=transpose)
+
+
+@lowering("aten.linalg_ldl_factor_ex")
+def ldl_factor(a: Array, **kwargs: Any) -> Any:
+    """torchax goes by way of Cholesky's factors, which an indefinite matrix does not have."""
+    raise NotImplementedError("JAX has no factorisation with pivoting of an indefinite matrix")

@@ -1,0 +1,56 @@
+"""Reductions over axes where torchax's table gives other numbers than torch, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ..values import jax_dtype
+from ._registry import lowering
+
+
+@lowering("aten.mean", results=True)
+def mean(x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, results: Any) -> Array:
+    """torchax refuses integers with a ``dtype``."""
+    axes = None if dim is None or dim == [] else tuple(dim) if isinstance(dim, (list, tuple)) else dim
+    return jnp.mean(x.astype(jax_dtype(results[0].dtype)), None if x.ndim == 0 else axes, keepdims=keepdim)
+
+
+def _median(x: Array, dim: int, keepdim: bool, skip_nan: bool) -> tuple[Array, Array]:
+    """The lower of two middle elements. torchax counts NaN among the elements that ``nanmedian`` leaves out."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    missing = jnp.isnan(x)
+    order = jnp.argsort(x, dim, stable=True)  # NaN come last
+    counted = (~missing).sum(dim, keepdims=True) if skip_nan else x.shape[dim]
+    index = jnp.take_along_axis(order, jnp.broadcast_to((jnp.maximum(counted, 1) - 1) // 2, _one(x, dim)), dim)
+    if not skip_nan:
+        index = jnp.where(missing.any(dim, keepdims=True), jnp.argmax(missing, dim, keepdims=True), index)
+    value = jnp.take_along_axis(x, index, dim)
+    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+
+def _one(x: Array, dim: int) -> tuple[int, ...]:
+    return tuple(1 if i == dim % x.ndim else n for i, n in enumerate(x.shape))
+
+
+@lowering("aten.median.default")
+def median(x: Array) -> Array:
+    return _median(x.reshape(-1), 0, False, skip_nan=False)[0]
+
+
+@lowering("aten.median.dim")
+def median_dim(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+    return _median(x, dim, keepdim, skip_nan=False)
+
+
+@lowering("aten.nanmedian.default")
+def nanmedian(x: Array) -> Array:
+    return _median(x.reshape(-1), 0, False, skip_nan=True)[0]
+
+
+@lowering("aten.nanmedian.dim")
+def nanmedian_dim(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+    return _median(x, dim, keepdim, skip_nan=True)

@@ -1,0 +1,88 @@
+"""Special functions that torchax's table lacks: orthogonal polynomials by recurrence, Bessel functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..values import jax_dtype
+from ._registry import lowering
+
+
+def _by_recurrence(x: Array, n: Array, first: Array, following: Callable[[Array, Array, Array], Array]) -> Array:
+    """Element n of p₀ = 1, p₁ = ``first``, p(k+1) = ``following(k, p(k-1), p(k))``; 0 where n < 0."""
+    n = jnp.trunc(n).astype(jnp.int64)
+    x, n, first = jnp.broadcast_arrays(x, n, first)
+
+    def body(state: Any) -> Any:
+        k, before, now, found = state
+        return k + 1, now, following(k.astype(x.dtype), before, now), jnp.where(n == k, now, found)
+
+    start = (jnp.ones((), jnp.int64), jnp.ones_like(x), first, (n == 0).astype(x.dtype))
+    return jax.lax.while_loop(lambda state: state[0] <= jnp.max(n, initial=0), body, start)[3]
+
+
+def _polynomial(name: str, first: Callable[[Array], Array], shifted: bool = False) -> None:
+    """A family that shares the recurrence of the Chebyshev polynomials."""
+
+    def lower(x: Any, n: Any, *, results: Any) -> Array:
+        x = jnp.asarray(x, jax_dtype(results[0].dtype))
+        y = 2 * x - 1 if shifted else x
+        return _by_recurrence(y, jnp.asarray(n), first(y), lambda k, before, now: 2 * y * now - before)
+
+    lowering(f"aten.special_{name}", results=True)(lower)
+
+
+_polynomial("chebyshev_polynomial_t", lambda x: x)
+_polynomial("chebyshev_polynomial_u", lambda x: 2 * x)
+_polynomial("chebyshev_polynomial_v", lambda x: 2 * x - 1)
+_polynomial("chebyshev_polynomial_w", lambda x: 2 * x + 1)
+_polynomial("shifted_chebyshev_polynomial_t", lambda x: x, shifted=True)
+_polynomial("shifted_chebyshev_polynomial_u", lambda x: 2 * x, shifted=True)
+_polynomial("shifted_chebyshev_polynomial_v", lambda x: 2 * x - 1, shifted=True)
+_polynomial("shifted_chebyshev_polynomial_w", lambda x: 2 * x + 1, shifted=True)
+
+
+@lowering("aten.special_legendre_polynomial_p", results=True)
+def legendre_polynomial_p(x: Any, n: Any, *, results: Any) -> Array:
+    x = jnp.asarray(x, jax_dtype(results[0].dtype))
+    return _by_recurrence(x, jnp.asarray(n), x, lambda k, before, now: ((2 * k + 1) * x * now - k * before) / (k + 1))
+
+
+@lowering("prims.spherical_bessel_j0", "aten.special_spherical_bessel_j0")
+def spherical_bessel_j0(x: Array) -> Array:
+    safe = jnp.where((x == 0) | jnp.isinf(x), 1, x)
+    return jnp.where(x == 0, 1, jnp.where(jnp.isinf(x), 0, jnp.sin(safe) / safe))
+
+
+def _scaled_k(x: Array, order: int) -> Array:
+    """exp(x) K(x) = ∫ exp(-x (cosh t - 1)) cosh(order t) dt over t > 0.
+
+    The trapezoidal rule converges exponentially here. The integrand is cut off where its exponent reaches -750, below
+    what float64 can hold.
+    """
+    steps = 512
+    x = x.astype(jnp.float64)
+    width = jnp.arccosh(1 + 750 / jnp.where(x > 0, x, 1)) / steps
+
+    def add(i: Array, total: Array) -> Array:
+        t = i * width
+        return total + jnp.exp(-2 * x * jnp.sinh(t / 2) ** 2) * jnp.cosh(order * t)
+
+    total = jax.lax.fori_loop(1, steps, add, jnp.full_like(x, 0.5)) * width
+    total = jnp.where(jnp.isinf(x), 0, total)
+    return jnp.where(x > 0, total, jnp.where(x == 0, jnp.inf, jnp.nan))
+
+
+@lowering("aten.special_scaled_modified_bessel_k0")
+def scaled_modified_bessel_k0(x: Array) -> Array:
+    return _scaled_k(x, 0)
+
+
+@lowering("aten.special_scaled_modified_bessel_k1")
+def scaled_modified_bessel_k1(x: Array) -> Array:
+    return _scaled_k(x, 1)

@@ -1,0 +1,193 @@
+"""Own lowerings and rewritten functions in float64: values, gradients and second derivatives are torch's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from microtome.bridge import as_jax, as_torch, to_jax
+from microtome.bridge.versions import enable_x64
+
+Fun = Callable[..., Any]
+pytestmark = pytest.mark.filterwarnings("ignore:index_reduce:UserWarning", "ignore:.*has been compiled:UserWarning")
+
+
+def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _check(fun: Fun, *tensors: torch.Tensor, tolerance: float = 1e-9) -> None:
+    """Outputs and gradients for one random cotangent, against eager torch."""
+    results = []
+    for f in (fun, as_torch(as_jax(fun))):
+        leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+        outputs = [o for o in torch.utils._pytree.tree_leaves(f(*leaves)) if isinstance(o, torch.Tensor)]
+        heads = [o for o in outputs if o.requires_grad]
+        cotangents = [_randn(*o.shape, seed=1).to(o.dtype) for o in heads]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        gradients = torch.autograd.grad(heads, wanted, cotangents, allow_unused=True) if heads else ()
+        results.append([*outputs, *(torch.zeros(()) if g is None else g for g in gradients)])
+    for expected, got in zip(*results, strict=True):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected.resolve_neg(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+KINDS = [
+    (dimensions, stride, padding, dilation, groups, transposed)
+    for dimensions, stride, padding, dilation, groups, transposed in itertools.product(
+        (1, 2, 3), (1, 2), (0, 1), (1, 2), (1, 2), (False, True)
+    )
+    if (stride == 2) == (padding == 1) and (transposed or dilation == groups)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dimensions", "stride", "padding", "dilation", "groups", "transposed"), KINDS)
+def test_convolutions(dimensions: int, stride: int, padding: int, dilation: int, groups: int, transposed: bool) -> None:
+    x, bias = _randn(2, 4, *(7, 6, 5)[:dimensions]), _randn(6)
+    kernel = (2, 3, 2)[:dimensions]
+    if transposed:
+        options = {"output_padding": 1} if max(stride, dilation) > 1 else {}
+        op, weight = getattr(F, f"conv_transpose{dimensions}d"), _randn(4, 6 // groups, *kernel, seed=2)
+    else:
+        options = {}
+        op, weight = getattr(F, f"conv{dimensions}d"), _randn(6, 4 // groups, *kernel, seed=2)
+    options |= {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    _check(lambda *tensors: op(*tensors, **options), x, weight, bias)
+
+
+def test_grouped_transposed_convolution_has_second_derivatives_and_maps() -> None:
+    fun = as_jax(lambda x, w: F.conv_transpose2d(x, w, stride=2, groups=2).pow(3).sum())
+    x, w = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 4, 3, 3))), jnp.ones((4, 2, 2, 2))
+    each = jax.vmap(jax.grad(fun), (0, None))(x, w)
+    np.testing.assert_allclose(each[1], jax.grad(fun)(x[1], w), rtol=1e-5)
+    tangent = jnp.ones_like(w)
+    forward = jax.jvp(lambda w: jax.grad(fun, 1)(x[0], w), (w,), (tangent,))[1]
+    reverse = jax.grad(lambda w: jnp.vdot(jax.grad(fun, 1)(x[0], w), tangent))(w)
+    np.testing.assert_allclose(forward, reverse, rtol=1e-4)
+
+
+SYMMETRIC = (lambda a: a + a.T)(_randn(4, 4))
+INDEX = torch.tensor([2, 0, 2])
+MASK = torch.tensor([[True, False, True], [False, True, True]])
+POINTS = torch.tensor([-8.3, -4.7, -2.5, -0.5, 0.05, 0.3, 1.0, 2.5, 40.0], dtype=torch.float64)
+COUNTS = torch.tensor([1, 2, 0, 3])
+INT = torch.tensor([[1, 2, 4], [3, 5, 7]], dtype=torch.int32)
+GRID = torch.tanh(_randn(2, 2, 3, 2, 3)) * 1.3
+
+LOWERINGS: dict[str, tuple[Fun, tuple[torch.Tensor, ...]]] = {
+    "digamma": (torch.digamma, (POINTS,)),
+    **{f"polygamma {n}": (lambda x, n=n: torch.special.polygamma(n, x), (POINTS,)) for n in range(5)},
+    "pinv": (lambda a: torch.linalg.pinv(a, rtol=0.1), (_randn(2, 4, 3),)),
+    "pinv, atol": (lambda a: torch.linalg.pinv(a, atol=torch.tensor([0.2, 1.5])), (_randn(2, 4, 3),)),
+    "pinv, hermitian": (lambda a: torch.linalg.pinv(a, hermitian=True), (SYMMETRIC,)),
+    "geqrf": (lambda a: torch.geqrf(a.detach()), (_randn(4, 3),)),
+    "ormqr": (lambda a, b: torch.ormqr(*torch.geqrf(a.detach()), b.detach()), (_randn(4, 3), _randn(4, 2))),
+    "lu_solve": (lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b), (_randn(3, 3), _randn(3, 2))),
+    "median": (lambda x: (x.median(1), x.median()), (_randn(3, 4),)),
+    "nanmedian": (lambda x: torch.where(x > 0, x, math.nan).nanmedian(0), (_randn(5, 4),)),
+    "mean of integers": (lambda x: (x.mean(dtype=torch.float64), x.mean(1, True, dtype=torch.float64)), (INT,)),
+    "take": (lambda x: torch.take(x, INDEX[1]), (_randn(3, 2),)),
+    "masked_scatter": (lambda x, y: x.masked_scatter(MASK, y), (_randn(2, 3), _randn(5))),
+    "nonzero_static": (lambda x: torch.nonzero_static(x > 0, size=7), (_randn(3, 4),)),
+    **{
+        f"index_reduce {name}, {own}": (
+            lambda x, y, name=name, own=own: x.index_reduce(1, INDEX, y, name, include_self=own),
+            (_randn(2, 4), _randn(2, 3, seed=3)),
+        )
+        for name, own in itertools.product(("prod", "mean", "amax", "amin"), (True, False))
+    },
+    "index_fill": (lambda x, v: x.index_fill(1, INDEX, v), (_randn(2, 4), _randn())),
+    "negative view": (lambda x: torch.view_as_complex(x).conj().imag * 2, (_randn(3, 2),)),
+    "pdist": (lambda x: (F.pdist(x), F.pdist(x, 1), F.pdist(x, math.inf), F.pdist(x, 3)), (_randn(4, 3),)),
+    "multilabel_margin": (
+        lambda x: F.multilabel_margin_loss(x, torch.tensor([[2, 0, -1], [1, -1, 2]]), reduction="none"),
+        (_randn(2, 3),),
+    ),
+    "ctc": (
+        lambda x: F.ctc_loss(x, torch.tensor([[1, 1, 2], [3, 0, 0]]), [6, 4], [3, 1]),
+        (_randn(6, 2, 4).log_softmax(2),),
+    ),
+    "cov": (lambda x, a: torch.cov(x, fweights=COUNTS, aweights=a.abs()), (_randn(3, 4), _randn(4))),
+    "tensor_split": (lambda x: x.tensor_split(torch.tensor([1, 3])), (_randn(4, 2),)),
+    **{
+        f"grid_sample {mode}, {padding}, {align}": (
+            lambda x, grid, options=(mode, padding, align): F.grid_sample(x, grid, *options),
+            (_randn(2, 3, 4, 3, 5), GRID),
+        )
+        for mode, padding, align in (
+            ("bilinear", "zeros", False),
+            ("nearest", "border", True),
+            ("nearest", "reflection", True),
+            ("nearest", "reflection", False),
+            ("bilinear", "reflection", False),
+        )
+    },
+    **{
+        f"antialiased {mode}, {size}": (
+            lambda x, mode=mode, size=size: F.interpolate(x, size, mode=mode, antialias=True),
+            (_randn(1, 2, 7, 6),),
+        )
+        for mode, size in itertools.product(("bilinear", "bicubic"), ((3, 4), (9, 2)))
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOWERINGS)
+def test_values_and_gradients(name: str) -> None:
+    _check(LOWERINGS[name][0], *LOWERINGS[name][1])
+
+
+ORDERS = torch.tensor([-1, 0, 1, 2, 3, 7, 12])
+FAMILIES = ["chebyshev_polynomial_", "shifted_chebyshev_polynomial_"]
+
+
+@pytest.mark.parametrize("name", [f + kind for f in FAMILIES for kind in "tuvw"] + ["legendre_polynomial_p"])
+def test_polynomials(name: str) -> None:
+    op = getattr(torch.special, name)
+    x = torch.tensor([[-1.0], [-0.4], [0.0], [0.7], [1.0], [1.5]], dtype=torch.float64)
+    _check(lambda x: op(x.detach(), ORDERS), x)
+
+
+@pytest.mark.parametrize("name", ["scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0"])
+def test_bessel_functions(name: str) -> None:
+    op = getattr(torch.special, name)
+    x = torch.tensor([0.0, 1e-6, 0.3, 1.9, 2.1, 30.0, 900.0, 1e6, math.inf], dtype=torch.float64)
+    _check(lambda x: op(x.detach()), x)
+
+
+def test_the_gradient_of_ctc_has_none_of_its_own() -> None:
+    fun = as_jax(lambda x: F.ctc_loss(x, torch.tensor([[1, 2]]), [4], [2]))
+    x = jax.nn.log_softmax(jnp.arange(12.0).reshape(4, 1, 3) % 5)
+    gradient, tangent = jax.grad(fun)(x), jnp.ones_like(x)
+    np.testing.assert_allclose(jax.jvp(fun, (x,), (tangent,))[1], gradient.sum(), atol=1e-5)
+    with pytest.raises(TypeError, match="cannot be differentiated"):
+        jax.hessian(fun)(x)
+
+
+def test_floor_division_runs_forward_and_has_the_gradient_zero() -> None:
+    """In eager torch the result requires a gradient, and asking for it is an error."""
+    x = torch.tensor([-3.0, 5.0], requires_grad=True)
+    got = as_torch(as_jax(lambda x: (x // 2 + x, torch.floor_divide(x, 3))))(x)
+    assert [t.tolist() for t in got] == [[-5.0, 7.0], [-1.0, 1.0]]
+    assert torch.autograd.grad(got[0].sum(), x)[0].tolist() == [1.0, 1.0]
+
+
+def test_factors_of_an_indefinite_matrix_are_refused() -> None:
+    with pytest.raises(TypeError, match="ldl_factor"):
+        as_jax(torch.linalg.ldl_factor)(jnp.eye(2))
+
+
+def test_lowerings_keep_float64_under_jit() -> None:
+    with enable_x64():
+        got = jax.jit(as_jax(torch.digamma))(to_jax(torch.tensor([0.1], dtype=torch.float64)))
+    np.testing.assert_allclose(got, torch.digamma(torch.tensor([0.1], dtype=torch.float64)).numpy(), rtol=1e-14)
