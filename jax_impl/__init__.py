@@ -1,6 +1,7 @@
 """Memory-saving transforms in JAX. Importing this package never imports torch."""
 
 from .accumulation import AccumulationType, Accumulator, weighted_mean
+from .chunking import chunked_vmap
 from .microbatching import Aux, micro_grad, micro_vmap, microbatch
 from .partition import reshape_batch_axis
 
@@ -8,6 +9,7 @@ __all__ = [
     "AccumulationType",
     "Accumulator",
     "Aux",
+    "chunked_vmap",
     "micro_grad",
     "micro_vmap",
     "microbatch",
