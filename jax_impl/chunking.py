@@ -72,9 +72,7 @@ def chunked_vmap(
     if chunk_size is not None:
         chunk_size = positive("chunk_size", chunk_size, "or None for all examples at once")
     if isinstance(in_axes, bool) or not (in_axes is None or isinstance(in_axes, (int, tuple, list))):
-        raise TypeError(
-            f"in_axes must be an int, None or a sequence with one entry for each argument, got {in_axes!r}."
-        )
+        raise TypeError(f"in_axes must be an int, None or a sequence with an entry for each argument, got {in_axes!r}.")
     arguments = Arguments.of(fun)
 
     @wraps(fun)
