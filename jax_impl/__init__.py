@@ -1,6 +1,7 @@
 """Memory-saving transforms in JAX. Importing this package never imports torch."""
 
 from .accumulation import AccumulationType, Accumulator, weighted_mean
+from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .chunking import chunked_vmap
 from .microbatching import Aux, micro_grad, micro_vmap, microbatch
 from .partition import reshape_batch_axis
@@ -14,6 +15,12 @@ __all__ = [
     "Static",
     "checkpoint_chunked_scan",
     "chunked_vmap",
+    "hessian",
+    "hessian_blocks",
+    "hessian_to_pytree",
+    "hvp",
+    "jacobian",
+    "jacobian_blocks",
     "micro_grad",
     "micro_vmap",
     "microbatch",

@@ -278,7 +278,7 @@ good = lambda c, x: (c, x)
 ERRORS = {
     "lengths": (ValueError, "xs and length must agree on the number of steps: xs['a'] has 6, xs['b'] has 4",
                 lambda scan: scan(good, 0.0, XS)),
-    "length": (ValueError, "xs has 3, length is 4", lambda scan: scan(good, 0.0, np.ones(3), 4)),
+    "length": (ValueError, "xs has 3, length=4", lambda scan: scan(good, 0.0, np.ones(3), 4)),
     "negative": (ValueError, "length must not be negative, got -1", lambda scan: scan(good, 0.0, None, -1)),
     "length type": (TypeError, "length must be an int or None, got 2.0", lambda scan: scan(good, 0.0, None, 2.0)),
     "no length": (ValueError, "xs holds no array, so the number of steps is unknown. Pass length",
