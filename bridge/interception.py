@@ -7,7 +7,7 @@ not made inside is met here, and a recorded stand-in takes its place.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,8 +68,10 @@ def as_outside(tensor: torch.Tensor) -> torch.Tensor | None:
 class Captured:
     """The tensors that a function captures, in the order in which it met them, each with its recorded stand-in."""
 
-    def __init__(self, recorder: Recorder, known: Sequence[torch.Tensor]) -> None:
-        self.recorder = recorder
+    def __init__(
+        self, recorder: Recorder, known: Sequence[torch.Tensor], wants: Callable[[torch.Tensor], bool]
+    ) -> None:
+        self.recorder, self.wants = recorder, wants
         self.tensors = list(known)
         self.inputs: list[torch.Tensor] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
@@ -101,7 +103,8 @@ class Captured:
             _check_supported(tensor)
             with ti.temporarily_clear_interpreter_stack():
                 self.tensors.append(tensor)
-                return self.add(tensor, tensor.requires_grad)
+                wanted = Meta.of(tensor).differentiable and self.wants(tensor)
+                return self.add(tensor, tensor.requires_grad or wanted)
 
 
 class Interception(TorchFunctionMode):

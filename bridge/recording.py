@@ -108,7 +108,7 @@ def _unchanged_generators() -> Iterator[None]:
 
 def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tuple[Graph, list[torch.Tensor]]:
     recorder = Recorder()
-    captured = Captured(recorder, known)
+    captured = Captured(recorder, known, wants)
     inner = [recorder.input(meta) for meta in metas]
     with _unchanged_generators(), ti.plain_kernels(), torch.enable_grad(), recorder, _Functionalisation():
         arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]

@@ -1,16 +1,30 @@
 """Memory-saving transforms in JAX. Importing this package never imports torch."""
 
 from .accumulation import AccumulationType, Accumulator, weighted_mean
+from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
+from .chunking import chunked_vmap
 from .microbatching import Aux, micro_grad, micro_vmap, microbatch
 from .partition import reshape_batch_axis
+from .scanning import checkpoint_chunked_scan, sliced_scan
+from .static import Static
 
 __all__ = [
     "AccumulationType",
     "Accumulator",
     "Aux",
+    "Static",
+    "checkpoint_chunked_scan",
+    "chunked_vmap",
+    "hessian",
+    "hessian_blocks",
+    "hessian_to_pytree",
+    "hvp",
+    "jacobian",
+    "jacobian_blocks",
     "micro_grad",
     "micro_vmap",
     "microbatch",
     "reshape_batch_axis",
+    "sliced_scan",
     "weighted_mean",
 ]

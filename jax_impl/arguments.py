@@ -118,6 +118,30 @@ def write(slot: Slot, value: Any, args: list[Any], kwargs: dict[str, Any]) -> No
         args[slot] = value
 
 
+def mapped_axes(
+    arguments: Arguments, in_axes: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Slot, PyTree]:
+    """The axes by which a ``vmap`` maps each argument of a call."""
+    axes: dict[Slot, PyTree] = {}
+    if in_axes is None or isinstance(in_axes, int):
+        axes.update((i, in_axes) for i in range(len(args)))
+    elif len(args) > len(in_axes):
+        raise ValueError(
+            f"in_axes must have one entry for each positional argument, {len(args)}, got {len(in_axes)}: {in_axes!r}."
+        )
+    else:
+        for i, axis in enumerate(in_axes):
+            slot = arguments.slot("in_axes", i, args, kwargs)
+            if slot is not None:
+                axes[slot] = axis
+    return axes | {name: axis_of_keyword(value) for name, value in kwargs.items() if name not in axes}
+
+
+def axis_of_keyword(value: PyTree) -> PyTree:
+    """0 for arrays, as ``jax.vmap`` has it, and None for what cannot be mapped."""
+    return jax.tree.map(lambda leaf: 0 if hasattr(leaf, "shape") else None, value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """The arrays of a call that carry the batch, with their batch axes, and the way back to the call's arguments."""
@@ -143,7 +167,7 @@ def collect(
         value, label = read(slot, args, kwargs), arguments.label(slot)
         named, treedef = flatten_with_names(value, label)
         filled: list[Any] = []
-        for (name, leaf), at in zip(named, _axes(axis, value, label), strict=True):
+        for (name, leaf), at in zip(named, leaf_axes("in_axes", axis, value, label), strict=True):
             if at is None:
                 filled.append(leaf)
                 continue
@@ -167,19 +191,19 @@ def collect(
 _HOLE = object()
 
 
-def _axes(prefix: PyTree, value: PyTree, label: str) -> list[int | None]:
-    """The axis of each leaf of ``value``."""
+def leaf_axes(option: str, prefix: PyTree, value: PyTree, label: str) -> list[int | None]:
+    """The axis of each leaf of ``value``, from an option that holds a prefix of its tree."""
     axes, treedef = flatten(prefix, is_leaf=lambda a: a is None)
     try:
         parts = treedef.flatten_up_to(value)
     except ValueError:
         raise ValueError(
-            f"in_axes of {label} must be an int, None or a prefix of its tree. Axes: {treedef}; "
+            f"{option} of {label} must be an int, None or a prefix of its tree. Axes: {treedef}; "
             f"{label}: {structure(value)}."
         ) from None
     for axis in axes:
         if isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):
-            raise TypeError(f"in_axes of {label} must hold ints or None, got {axis!r}.")
+            raise TypeError(f"{option} of {label} must hold ints or None, got {axis!r}.")
     return [axis for axis, part in zip(axes, parts, strict=True) for _ in jax.tree.leaves(part)]
 
 

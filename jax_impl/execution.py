@@ -78,11 +78,13 @@ def accumulate(
         value = (left if isinstance(index, int) and index == plan.full else main)(*leaves)
         return accumulator.update(carry, accumulator.aggregate(value) if per_example else value, index)
 
-    return accumulator.finalize(_loop(step, _as_varying(run, accumulator.init(shapes)), plan))
+    return accumulator.finalize(
+        _loop(step, as_varying(lambda c: run(c, jnp.zeros((), jnp.int32)), accumulator.init(shapes)), plan)
+    )
 
 
-def _as_varying(run: Callable[[PyTree, Any], PyTree], carry: PyTree) -> PyTree:
-    """The carry with the types that a microbatch gives it inside ``jax.shard_map``.
+def as_varying(step: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
+    """The carry of a loop with the types that a step gives it inside ``jax.shard_map``.
 
     There, types tell over which mesh axes a value differs; zeros do not differ, what is added to them may.
     """
@@ -93,7 +95,7 @@ def _as_varying(run: Callable[[PyTree, Any], PyTree], carry: PyTree) -> PyTree:
         axes = tuple(varying_axes(end) - varying_axes(jax.typeof(start)))
         return jax.lax.pcast(start, axes, to="varying") if axes else start
 
-    return jax.tree.map(cast, carry, jax.eval_shape(run, carry, jnp.zeros((), jnp.int32)))
+    return jax.tree.map(cast, carry, jax.eval_shape(step, carry))
 
 
 def _loop(step: Callable[[PyTree, Any], PyTree], carry: PyTree, plan: Plan) -> PyTree:
@@ -127,22 +129,36 @@ def _microbatch_fun(fun: Function, batch: Batch, plan: Plan, rows: int, vmap_fn:
     if vmap_fn is None:
         return Traced(fun, _shapes(batch, plan, rows))
     if vmap_fn is jax.vmap:
-        return _Mapped(fun, _shapes(batch, plan, None), batch.axes)
+        return _Mapped(fun, example_shapes(batch), batch.axes)
     return Traced(vmap_fn(fun, tuple(batch.axes), 0), _shapes(batch, plan, rows))
 
 
-def _shapes(batch: Batch, plan: Plan, rows: int | None) -> list[Any]:
-    """The leaves' shapes and dtypes, cut to so many rows, or to a single example for None."""
+def example_shapes(batch: Batch) -> list[Any]:
+    """The shapes and dtypes of one example's leaves."""
+
+    def first(*leaves: jax.Array) -> list[jax.Array]:
+        pairs = zip(_never_empty(leaves, batch, 1), batch.axes, strict=True)
+        return [jax.lax.index_in_dim(leaf, 0, axis, keepdims=False) for leaf, axis in pairs]
+
+    return jax.eval_shape(first, *batch.leaves)
+
+
+def _shapes(batch: Batch, plan: Plan, rows: int) -> list[Any]:
+    """The leaves' shapes and dtypes, cut to so many rows."""
 
     def cut(*leaves: jax.Array) -> list[jax.Array]:
-        pairs = list(zip(leaves, batch.axes, strict=True))
-        if not plan.rows:  # nothing can be cut from it; only the shapes are wanted
-            pairs = [(jnp.zeros((*x.shape[:a], plan.size, *x.shape[a + 1 :]), x.dtype), a) for x, a in pairs]
-        if rows is None:
-            return [jax.lax.index_in_dim(x, 0, a, keepdims=False) for x, a in pairs]
-        return [jax.lax.slice_in_dim(x, 0, rows, axis=a) for x, a in pairs]
+        pairs = zip(_never_empty(leaves, batch, plan.size), batch.axes, strict=True)
+        return [jax.lax.slice_in_dim(leaf, 0, rows, axis=axis) for leaf, axis in pairs]
 
     return jax.eval_shape(cut, *batch.leaves)
+
+
+def _never_empty(leaves: Sequence[jax.Array], batch: Batch, rows: int) -> list[jax.Array]:
+    """The leaves; in place of empty ones, which cannot be cut, others of so many rows."""
+    if batch.rows:
+        return list(leaves)
+    pairs = zip(leaves, batch.axes, strict=True)
+    return [jnp.zeros((*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :]), leaf.dtype) for leaf, axis in pairs]
 
 
 def _describe(main: Traced, left: Traced, plan: Plan, per_example: bool, zeros: frozenset[int]) -> PyTree:

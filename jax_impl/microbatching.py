@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .accumulation import AccumulationType, Accumulator, AccumulatorTree
-from .arguments import Arguments, Function, Slot, collect, indices, slots, wraps
+from .arguments import Arguments, Function, Slot, axis_of_keyword, collect, indices, mapped_axes, slots, wraps
 from .differentiation import places_to_differentiate, value_and_grad
 from .execution import VmapFn, accumulate
 from .fitting import check_tree
@@ -211,7 +211,7 @@ def micro_vmap(
 
     @wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        axes = _mapped_axes(arguments, in_axes, args, kwargs)
+        axes = mapped_axes(arguments, in_axes, args, kwargs)
         batch = collect(arguments, args, kwargs, list(axes.items()))
 
         def example(*leaves: jax.Array) -> Any:
@@ -222,30 +222,6 @@ def micro_vmap(
             return accumulate(example, batch, options.plan(batch.rows), accumulator, vmap_fn)
 
     return mapped
-
-
-def _mapped_axes(
-    arguments: Arguments, in_axes: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[Slot, PyTree]:
-    """The axes by which ``micro_vmap`` maps each argument of a call."""
-    axes: dict[Slot, PyTree] = {}
-    if isinstance(in_axes, int):
-        axes.update((i, in_axes) for i in range(len(args)))
-    elif len(args) > len(in_axes):
-        raise ValueError(
-            f"in_axes must have one entry for each positional argument, {len(args)}, got {len(in_axes)}: {in_axes!r}."
-        )
-    else:
-        for i, axis in enumerate(in_axes):
-            slot = arguments.slot("in_axes", i, args, kwargs)
-            if slot is not None:
-                axes[slot] = axis
-    return axes | {name: _axis_of_keyword(value) for name, value in kwargs.items() if name not in axes}
-
-
-def _axis_of_keyword(value: PyTree) -> PyTree:
-    """0 for arrays, as ``jax.vmap`` has it, and None for what cannot be mapped."""
-    return jax.tree.map(lambda leaf: 0 if hasattr(leaf, "shape") else None, value)
 
 
 def _identity(tree: PyTree) -> PyTree:
@@ -348,7 +324,7 @@ def micro_grad(
             slot: 0 for slot in slots(arguments, "batch_argnums", batched, args, kwargs) if slot is not None
         }
         shared = {*arguments.positional, *places}
-        axes |= {n: _axis_of_keyword(v) for n, v in kwargs.items() if n not in axes and n not in shared}
+        axes |= {n: axis_of_keyword(v) for n, v in kwargs.items() if n not in axes and n not in shared}
         batch = collect(arguments, args, kwargs, list(axes.items()))
         unchanged: frozenset[int] = frozenset()
 

@@ -39,6 +39,15 @@ def integer(name: str, value: Any, rule: str) -> int:
         raise TypeError(f"{name} must be {rule}, got {value!r} of type {type(value).__name__}.") from None
 
 
+def positive(name: str, value: Any, otherwise: str = "") -> int:
+    """The value as a positive Python int, or an error that says what else is allowed."""
+    rule = f"a positive int {otherwise}".rstrip()
+    number = integer(name, value, rule)
+    if number < 1:
+        raise ValueError(f"{name} must be {rule}, got {number}.")
+    return number
+
+
 def dtype_of(leaf: Any) -> Any:
     """The dtype of an array, or the one a Python number has in JAX."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)

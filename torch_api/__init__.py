@@ -1,7 +1,8 @@
 """Memory-saving transforms for torch functions and modules, executed by XLA."""
 
 from ..bridge import as_jax, as_torch, jax_function, lift, to_jax, to_torch
-from ..jax_impl import Aux
+from ..jax_impl import Aux, Static
+from .chunking import chunked_vmap
 from .microbatching import (
     AccumulationType,
     Accumulator,
@@ -12,20 +13,25 @@ from .microbatching import (
     reshape_batch_axis,
     weighted_mean,
 )
+from .scanning import checkpoint_chunked_scan, sliced_scan
 
 __all__ = [
     "AccumulationType",
     "Accumulator",
     "Aux",
+    "Static",
     "as_jax",
     "as_torch",
     "assign_grads",
+    "checkpoint_chunked_scan",
+    "chunked_vmap",
     "jax_function",
     "lift",
     "micro_grad",
     "micro_vmap",
     "microbatch",
     "reshape_batch_axis",
+    "sliced_scan",
     "to_jax",
     "to_torch",
     "weighted_mean",

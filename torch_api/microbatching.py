@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,13 +11,11 @@ import jax.numpy as jnp
 import torch
 
 from .. import jax_impl
-from ..bridge import as_torch, lift
-from ..bridge.captures import is_traced
+from ..bridge import lift
 from ..bridge.lifting import to_jax_callable
-from ..bridge.torch_internals import disable_dynamo
-from ..bridge.tracing import python_function
 from ..bridge.trees import Rows, flatten, to_jax_tree
 from ..jax_impl import AccumulationType, weighted_mean
+from .rows import Fun, finish, number_rows, place_of, replace
 
 __all__ = [
     "AccumulationType",
@@ -31,8 +27,6 @@ __all__ = [
     "reshape_batch_axis",
     "weighted_mean",
 ]
-
-Fun = Callable[..., Any]
 
 
 def Accumulator(init: Fun, update: Fun, finalize: Fun, aggregate: Fun) -> jax_impl.Accumulator:
@@ -156,10 +150,10 @@ def microbatch(
 
     def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
         axes = [in_axes] * len(targets) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
-        args, kwargs = _number_rows(traced, targets, axes, args, kwargs)
+        args, kwargs = number_rows(traced, targets, axes, args, kwargs)
         return transform(in_axes=tuple(axes), num_real_microbatches=num_real)(*args, **kwargs)
 
-    return _finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
+    return finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
 
 
 def micro_vmap(
@@ -201,10 +195,10 @@ def micro_vmap(
 
     def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
         axes = [in_axes] * len(args) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
-        args, kwargs = _number_rows(traced, range(len(axes)), axes, args, kwargs)
+        args, kwargs = number_rows(traced, range(len(axes)), axes, args, kwargs)
         return transform(in_axes=tuple(axes), num_real_microbatches=num_real)(*args, **kwargs)
 
-    return _finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
+    return finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
 
 
 def micro_grad(
@@ -294,18 +288,18 @@ def micro_grad(
         @functools.wraps(traced)
         def loss(*args: Any, **kwargs: Any) -> Any:
             for position, flags in zip(wanted, frozen, strict=True):
-                args, kwargs = _replace(traced, position, args, kwargs, functools.partial(_restore, flags))
+                args, kwargs = replace(traced, position, args, kwargs, functools.partial(_restore, flags))
             return traced(*args, **kwargs)
 
         for position in wanted:
-            args, kwargs = _replace(traced, position, args, kwargs, _conjugate)
-        args, kwargs = _number_rows(traced, batched, [0] * len(batched), args, kwargs)
+            args, kwargs = replace(traced, position, args, kwargs, _conjugate)
+        args, kwargs = number_rows(traced, batched, [0] * len(batched), args, kwargs)
         return jax_impl.micro_grad(loss, num_real_microbatches=num_real, **options)(*args, **kwargs)
 
     def leading(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return num_real_microbatches, _frozen(traced, wanted, args, kwargs)
 
-    return _finish(run, fun, leading, recompute=True)
+    return finish(run, fun, leading, recompute=True)
 
 
 def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> None:
@@ -341,32 +335,9 @@ def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> N
             parameters[name].grad = grad.detach()
 
 
-def _finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recompute: bool = False) -> Fun:
-    """``run(*leading(*args), *args)`` as a torch callable that looks like ``fun``."""
-    call: Any = as_torch(_signed(run, fun), recompute=recompute)
-
-    @disable_dynamo
-    @functools.wraps(python_function(fun))
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return call(*leading(*args, **kwargs), *args, **kwargs)
-
-    wrapped.compiled = lambda *args, **kwargs: call.compiled(*leading(*args, **kwargs), *args, **kwargs)  # type: ignore[attr-defined]
-    return wrapped
-
-
 def _listed(value: int | str | Sequence[Any]) -> list[Any]:
     """``argnums`` and ``argnames`` may be one or several."""
     return [value] if isinstance(value, (int, str)) else list(value)
-
-
-def _signed(run: Fun, fun: Fun) -> Fun:
-    """Give ``run`` the parameters of ``fun`` in the place of ``*args, **kwargs``, so that messages can name them."""
-    own = [p for p in inspect.signature(run).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    with contextlib.suppress(TypeError, ValueError):
-        users = inspect.signature(python_function(fun)).parameters.values()
-        positional = [p.replace(kind=p.POSITIONAL_ONLY) for p in own]
-        run.__signature__ = inspect.Signature([*positional, *users])  # type: ignore[attr-defined]
-    return run
 
 
 def _host(num_real: Any) -> Any:
@@ -374,74 +345,11 @@ def _host(num_real: Any) -> Any:
     return None if isinstance(num_real, torch.Tensor) else num_real
 
 
-def _names(fun: Fun) -> list[str]:
-    try:
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return [p.name for p in inspect.signature(fun).parameters.values() if p.kind in kinds]
-    except (TypeError, ValueError):
-        return []
-
-
-def _place(fun: Fun, target: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
-    """Where a call passes an argument: its position, its name, or None."""
-    names = _names(fun)
-    if isinstance(target, str):
-        if target in kwargs:
-            return target
-        target = names.index(target) if target in names else len(args)
-    if target < 0:
-        target += max(len(names), len(args))
-    if 0 <= target < len(args):
-        return target
-    return names[target] if 0 <= target < len(names) and names[target] in kwargs else None
-
-
-def _replace(fun: Fun, target: int | str, args: Any, kwargs: Any, change: Fun) -> tuple[Any, Any]:
-    place = _place(fun, target, args, kwargs)
-    if isinstance(place, int):
-        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
-    if isinstance(place, str):
-        return args, {**kwargs, place: change(kwargs[place])}
-    return args, kwargs
-
-
-def _number_rows(fun: Fun, targets: Sequence[int | str], axes: list[Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Attach the row numbers to one batch argument, so that random draws can tell rows apart; ``axes`` is updated."""
-    if not is_traced(fun):  # written in JAX: its keys are arguments
-        return args, kwargs
-    for i, (target, axis) in enumerate(zip(targets, axes, strict=False)):
-        place = _place(fun, target, args, kwargs)
-        if axis is None or place is None:
-            continue
-        rows = _length(args[place] if isinstance(place, int) else kwargs[place], axis)
-        if rows is None:
-            continue
-        axes[i] = Rows(axis, 0)
-        return _replace(fun, target, args, kwargs, lambda value, n=rows: Rows(value, jnp.arange(n, dtype=jnp.int32)))
-    return args, kwargs
-
-
-def _length(value: Any, axis: Any) -> int | None:
-    """The length of the batch axis of the first leaf that has one; None where the transform itself will complain."""
-    try:
-        spread = jax.tree.map(
-            lambda a, part: [a] * len(jax.tree.leaves(part)), axis, value, is_leaf=lambda a: a is None
-        )
-    except ValueError:
-        return None
-    flat = jax.tree.leaves(spread, is_leaf=lambda a: a is None)
-    for a, leaf in zip(flat, jax.tree.leaves(value), strict=False):
-        shape = getattr(leaf, "shape", ())
-        if a is not None and isinstance(a, int) and -len(shape) <= a < len(shape):
-            return int(shape[a])
-    return None
-
-
 def _frozen(fun: Fun, wanted: Sequence[int], args: Any, kwargs: Any) -> tuple[tuple[bool, ...], ...]:
     """For each differentiated argument, which of its tensors are frozen parameters."""
     flags = []
     for position in wanted:
-        place = _place(fun, position, args, kwargs)
+        place = place_of(fun, position, args, kwargs)
         value = args[place] if isinstance(place, int) else kwargs[place] if place is not None else ()
         leaves = jax.tree.leaves(to_jax_tree(value))
         flags.append(tuple(isinstance(x, torch.nn.Parameter) and not x.requires_grad for x in leaves))

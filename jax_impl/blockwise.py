@@ -1,0 +1,518 @@
+"""Jacobians and Hessians in blocks, after ``zodiax``, and Hessian-vector products."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from .arguments import Function
+from .execution import Traced
+from .slices import over_slices, write
+from .trees import PyTree, as_array, flatten, flatten_with_names, positive, structure
+
+Unflatten: TypeAlias = Callable[[jax.Array], Any]
+
+
+def jacobian(
+    f: Function,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    mode: str = "auto",
+    out: np.ndarray | None = None,
+    progress: bool = False,
+) -> tuple[Any, Unflatten]:
+    """The Jacobian of a function in flattened coordinates, computed in blocks.
+
+    Equivalent to::
+
+        vector, unflatten = ravel_pytree(x)
+        return jax.jacobian(lambda v: f(unflatten(v)))(vector), unflatten
+
+    What differs:
+
+    * Columns (or rows) are computed a block at a time, by one linearisation of ``f``. Peak memory is that of the
+      linearisation and of one block, ``residuals + M(1) * block``, beside the result.
+    * With ``out`` the result is written there block by block: it may be larger than the device's memory.
+    * ``mode="auto"`` takes rows by reverse mode where there are fewer outputs than inputs, else columns by forward
+      mode. It has as many blocks as ``nbatches`` says, but none without a row.
+    * Integer leaves of ``x`` reach ``f`` as they are; their columns are zeros.
+
+    Outside a ``jax.jit`` of your own every call traces and compiles anew, as with ``jax.jacobian`` under ``jit``.
+
+    After ``zodiax.jacobian``; ``batch_size``, ``mode``, ``out`` and ``progress`` are added.
+
+    Shapes: ``x`` is a pytree of n real numbers in all, ``f(x)`` one array ``[...]``, real or complex; the Jacobian is
+    ``[..., n]``, in the dtype that ``ravel_pytree`` gives ``x`` (that of ``f(x)``, where this is complex).
+
+    Args:
+        f: The function.
+        x: Where to differentiate, any pytree of arrays and numbers. Leaves of several dtypes are promoted.
+        nbatches: The number of blocks, from 1 to n.
+        jit: Compile. False runs what is outside the loop operation by operation, which takes longer.
+        checkpoint: Keep nothing of ``f`` but x, and compute it again for each block.
+        batch_size: The columns (or rows) of a block, in place of ``nbatches``.
+        mode: ``"forward"`` (columns), ``"reverse"`` (rows) or ``"auto"``.
+        out: A NumPy array or memmap of the Jacobian's shape and dtype, to be filled and returned. Only one block is on
+            the device then. If an error interrupts the work, a note on it says how much was written.
+        progress: Show a bar (needs tqdm). Blocks then run one by one from Python, as with ``out``.
+
+    Returns:
+        ``(jacobian, unflatten)``; ``unflatten`` turns a vector of n numbers into a tree like ``x``, dtypes included.
+
+    Raises:
+        TypeError: ``f`` returns no single array of floats, ``x`` holds complex numbers, no floats or no numbers,
+            ``out`` is no NumPy array of the right dtype, an option of a wrong type.
+        ValueError: A size that is not positive, ``nbatches`` larger than n, ``nbatches`` and ``batch_size`` together,
+            an unknown ``mode``, ``out`` of the wrong shape or not writeable.
+        ImportError: ``progress`` without tqdm.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import jacobian
+        >>> matrix, unflatten = jacobian(lambda x: x["a"] * x["b"] ** 2, {"a": jnp.ones(2), "b": 3.0}, nbatches=2)
+        >>> matrix
+        Array([[9., 0., 6.],
+               [0., 9., 6.]], dtype=float32)
+    """
+    matrix = _jacobian(f, x, checkpoint, mode, nbatches, batch_size)
+    return matrix.compute(jit, out, progress), matrix.unflatten
+
+
+def hessian(
+    f: Function,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    out: np.ndarray | None = None,
+    progress: bool = False,
+) -> tuple[Any, Unflatten]:
+    """The Hessian of a scalar function in flattened coordinates, computed in blocks.
+
+    Equivalent to::
+
+        vector, unflatten = ravel_pytree(x)
+        return jax.hessian(lambda v: f(unflatten(v)))(vector), unflatten
+
+    What differs: columns are computed a block at a time, by one linearisation of the gradient (forward over reverse).
+    Peak memory is that of the linearisation and of one block, ``residuals + M(1) * n / nbatches``, beside the result,
+    which with ``out`` is never on the device as a whole. Columns are written as rows, since a Hessian is symmetric;
+    this one is up to rounding, as that of ``jax.hessian``.
+
+    After ``zodiax.hessian``; ``batch_size``, ``out`` and ``progress`` are added. The other arguments, the errors and
+    compilation are as in :func:`jacobian`.
+
+    Shapes: ``x`` is a pytree of n real numbers in all, ``f(x)`` a real number of shape ``()``; the Hessian is
+    ``[n, n]`` in the dtype that ``ravel_pytree`` gives ``x``.
+
+    Args:
+        f: The function.
+        x: Where to differentiate, any pytree of arrays and numbers.
+        nbatches: The number of blocks, from 1 to n.
+        jit: Compile.
+        checkpoint: Keep nothing of ``f`` but x, and compute it again for each block.
+        batch_size: The columns of a block, in place of ``nbatches``.
+        out: A NumPy array or memmap ``[n, n]``, to be filled and returned.
+        progress: Show a bar.
+
+    Returns:
+        ``(hessian, unflatten)``; see :func:`hessian_to_pytree` for its blocks by leaf.
+
+    Raises:
+        TypeError: ``f`` returns no real number of shape ``()``, and as in :func:`jacobian`.
+        ValueError: As in :func:`jacobian`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import hessian
+        >>> hessian(lambda x: jnp.sum(x) ** 3 / 6, jnp.array([1.0, 2.0]), nbatches=2)[0]
+        Array([[3., 3.],
+               [3., 3.]], dtype=float32)
+    """
+    matrix = _hessian(f, x, checkpoint, nbatches, batch_size)
+    return matrix.compute(jit, out, progress), matrix.unflatten
+
+
+def jacobian_blocks(
+    f: Function,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    mode: str = "forward",
+    progress: bool = False,
+) -> Iterator[tuple[slice, jax.Array]]:
+    """The blocks of a Jacobian one after another, for what needs only a part of it, or a function of the parts.
+
+    Equivalent, for ``J, _ = jacobian(f, x)``, to ``(cols, J[..., cols]) for cols in slices`` in forward mode, and to
+    ``(rows, J.reshape(-1, n)[rows]) for rows in slices`` in reverse mode. Each block is computed when asked for, by one
+    program for all; only this block and the linearisation are in memory.
+
+    Arguments, shapes, dtypes and errors are as in :func:`jacobian`; errors are raised at the call. ``mode`` has no
+    ``"auto"``, since it decides what a block is.
+
+    Returns:
+        An iterator of pairs ``(slice, block)``; a block is ``[..., columns]`` or ``[rows, n]``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import jacobian_blocks
+        >>> for columns, block in jacobian_blocks(jnp.cumsum, jnp.ones(3), batch_size=2):
+        ...     print(columns, block.tolist())
+        slice(0, 2, None) [[1.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+        slice(2, 3, None) [[0.0], [0.0], [1.0]]
+    """
+    if mode == "auto":
+        raise ValueError("mode must be 'forward' (blocks of columns) or 'reverse' (blocks of rows), got 'auto'.")
+    return _jacobian(f, x, checkpoint, mode, nbatches, batch_size).blocks(jit, _bar(progress))
+
+
+def hessian_blocks(
+    f: Function,
+    x: PyTree,
+    nbatches: int = 1,
+    jit: bool = True,
+    checkpoint: bool = False,
+    *,
+    batch_size: int | None = None,
+    progress: bool = False,
+) -> Iterator[tuple[slice, jax.Array]]:
+    """The blocks of a Hessian one after another, for what needs only a part of it, or a function of the parts.
+
+    Equivalent, for ``H, _ = hessian(f, x)``, to ``(rows, H[rows]) for rows in slices``. Each block is computed when
+    asked for, by one program for all; only this block and the linearisation are in memory.
+
+    Arguments, shapes, dtypes and errors are as in :func:`hessian`; errors are raised at the call.
+
+    Returns:
+        An iterator of pairs ``(slice, block)``; a block is ``[rows, n]``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import hessian_blocks
+        >>> sum(float(abs(rows).sum()) for _, rows in hessian_blocks(lambda x: jnp.sum(x**3), jnp.ones(3), nbatches=3))
+        18.0
+    """
+    return _hessian(f, x, checkpoint, nbatches, batch_size).blocks(jit, _bar(progress))
+
+
+def hvp(f: Function, x: PyTree, jit: bool = True, checkpoint: bool = False) -> Callable[[PyTree], Any]:
+    """A function that multiplies by the Hessian, without the Hessian.
+
+    Equivalent to ``lambda v: jax.jvp(jax.grad(f), (x,), (v,))[1]``. What differs: the gradient is linearised once,
+    here; a product then costs about as much as the linear half of a gradient. Memory is that of the linearisation.
+    ``v`` may be a flat vector too, and the product is one then: ``hvp(f, x)(v) == hessian(f, x)[0] @ v``.
+
+    After Pearlmutter, "Fast Exact Multiplication by the Hessian" (1994).
+
+    Shapes: ``x`` is a pytree of n real numbers in all, ``f(x)`` a real number of shape ``()``. ``v`` and the product
+    are trees like ``x``, or ``[n]`` in the order of ``ravel_pytree(x)``.
+
+    Args:
+        f: The function.
+        x: Where to differentiate.
+        jit: Compile.
+        checkpoint: Keep nothing of ``f`` but x, and compute it again for each product.
+
+    Returns:
+        ``v -> H v``, of the form of ``v`` and the dtypes of ``x``.
+
+    Raises:
+        TypeError: As in :func:`hessian`; from the product, where ``v`` holds complex numbers.
+        ValueError: From the product, where ``v`` does not fit ``x``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import hvp
+        >>> multiply = hvp(lambda x: jnp.sum(x["w"]) ** 3 / 6, {"w": jnp.array([1.0, 2.0])})
+        >>> multiply({"w": jnp.array([1.0, 0.0])})
+        {'w': Array([3., 3.], dtype=float32)}
+        >>> multiply(jnp.array([1.0, 1.0]))
+        Array([6., 6.], dtype=float32)
+    """
+    matrix = _hessian(f, x, checkpoint, 1, None)
+    compiled = _compiler(jit)
+    linear = compiled(matrix.linearise)(matrix.x)
+    product = compiled(lambda linear, v: linear(v))
+
+    def multiply(v: PyTree) -> Any:
+        vector, form = coordinates(v, x, matrix)
+        return form(product(linear, vector))
+
+    return multiply
+
+
+def hessian_to_pytree(H: Any, x: PyTree) -> Any:
+    """A Hessian in flattened coordinates as a tree of trees: one block for each pair of leaves.
+
+    Equivalent to ``jax.hessian(f)(x)``, for ``H, _ = hessian(f, x)``: the block of the leaves a and b of ``x`` has the
+    shape ``a.shape + b.shape``. Blocks are of the dtype of ``H``; where ``H`` is a NumPy array, they are views of it.
+
+    After ``zodiax.hessian_to_pytree``.
+
+    Args:
+        H: ``[n, n]``, an array of any kind that can be sliced and reshaped.
+        x: The pytree that ``H`` was computed for; only its shapes count.
+
+    Raises:
+        ValueError: ``H`` is not ``[n, n]`` for the n numbers of ``x``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import hessian, hessian_to_pytree
+        >>> x = {"a": jnp.ones(2), "b": 3.0}
+        >>> hessian_to_pytree(hessian(lambda x: jnp.sum(x["a"]) * x["b"] ** 2, x)[0], x)["b"]["a"]
+        Array([6., 6.], dtype=float32)
+    """
+    leaves, treedef = flatten(x)
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    ends = np.cumsum([math.prod(shape) for shape in shapes], dtype=int).tolist()
+    n = ends[-1] if ends else 0
+    if tuple(H.shape) != (n, n):
+        raise ValueError(
+            f"H must have shape ({n}, {n}) for the {n} numbers of x, got {tuple(H.shape)}. Pass the x that H was "
+            "computed for."
+        )
+    parts = [(slice(end - math.prod(shape), end), shape) for end, shape in zip(ends, shapes, strict=True)]
+    rows = [treedef.unflatten([H[i, j].reshape(a + b) for j, b in parts]) for i, a in parts]
+    return treedef.unflatten(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A matrix of derivatives that is computed in blocks.
+
+    ``linearise`` gives, at a vector, a linear function that is a pytree; ``block(linear, start, size)`` its values on
+    so many unit vectors. Blocks follow one another along ``axis`` of ``shape``, ``count`` rows or columns in all.
+    """
+
+    x: jax.Array
+    unflatten: Unflatten
+    linearise: Callable[[jax.Array], Any]
+    block: Callable[[Any, Any, int], jax.Array]
+    shape: tuple[int, ...]
+    result_shape: tuple[int, ...]
+    dtype: Any
+    axis: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        """The number of rows or columns that blocks are made of."""
+        return self.shape[self.axis]
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """The matrix, its blocks in a loop."""
+        linear = self.linearise(x)
+        if self.size >= self.count:
+            return self.block(linear, 0, self.count).reshape(self.result_shape)
+
+        def step(result: jax.Array, start: Any, size: int) -> jax.Array:
+            return write(result, self.block(linear, start, size), start, self.axis)
+
+        return over_slices(step, jnp.zeros(self.shape, self.dtype), self.count, self.size).reshape(self.result_shape)
+
+    def places(self) -> Iterator[tuple[slice, int]]:
+        """The place of each block, and where to start computing it: one program serves for a shorter last block too."""
+        for start in range(0, self.count, self.size):
+            yield slice(start, min(start + self.size, self.count)), min(start, max(self.count - self.size, 0))
+
+    def blocks(self, jit: bool, bar: Callable[[Any, int], Any]) -> Iterator[tuple[slice, jax.Array]]:
+        """The blocks, from Python."""
+        compiled = _compiler(jit)
+        linear = compiled(self.linearise)(self.x)
+        block = compiled(lambda linear, start: self.block(linear, start, min(self.size, self.count)))
+        for place, start in bar(self.places(), -(-self.count // self.size)):
+            values = block(linear, start)
+            yield place, jax.lax.slice_in_dim(values, place.start - start, place.stop - start, axis=self.axis)
+
+    def index(self, place: slice) -> Any:
+        """Where the block of this place belongs in an array of ``result_shape``."""
+        if self.shape == self.result_shape:
+            return (*[slice(None)] * self.axis, place)
+        outputs = self.result_shape[:-1]
+        return np.unravel_index(np.arange(place.start, place.stop), outputs) if outputs else (None,)
+
+    def compute(self, jit: bool, out: np.ndarray | None, progress: bool) -> Any:
+        """The matrix, in the way that was asked for."""
+        bar = _bar(progress)
+        if out is None and not progress:
+            return _compiler(jit)(self.whole)(self.x)
+        if isinstance(self.x, jax.core.Tracer):
+            raise TypeError("out and progress need the values of x, which jax.jit traces. Call this outside of it.")
+        if out is None:
+            return jnp.asarray(self.fill(np.empty(self.result_shape, self.dtype), self.blocks(jit, bar)))
+        if not isinstance(out, np.ndarray):
+            raise TypeError(f"out must be a NumPy array or memmap, got a {type(out).__name__}.")
+        if not out.flags.writeable:
+            raise ValueError("out must be writeable. Open a memmap with mode 'r+' or 'w+'.")
+        self.check_out(out.shape, out.dtype, np.dtype(self.dtype))
+        return self.fill(out, self.blocks(jit, bar))
+
+    def check_out(self, shape: tuple[int, ...], dtype: Any, expected: Any) -> None:
+        """Raise an error where ``out`` is not of the shape and dtype of the result."""
+        if tuple(shape) != self.result_shape:
+            raise ValueError(f"out must have the shape of the result, {self.result_shape}, got {tuple(shape)}.")
+        if dtype != expected:
+            raise TypeError(f"out must have the dtype of the result, {expected}, got {dtype}.")
+
+    def fill(self, out: Any, blocks: Iterator[tuple[slice, Any]]) -> Any:
+        """Write the blocks into ``out``; an error carries a note of how far it went."""
+        done = 0
+        try:
+            for place, block in blocks:
+                out[self.index(place)] = np.asarray(block)
+                done = place.stop
+        except BaseException as error:
+            kind = "columns" if self.axis else "rows"
+            error.add_note(f"out is incomplete: {done} of {self.count} {kind} were written.")
+            raise
+        return out
+
+
+def _hessian(f: Function, x: PyTree, checkpoint: bool, nbatches: int, batch_size: int | None) -> Matrix:
+    fun, output, vector, unflatten = _flat(f, x, checkpoint)
+    if output.shape or not jnp.issubdtype(output.dtype, jnp.floating):
+        raise TypeError(
+            f"f must return a real number of shape () for a Hessian, got {output.dtype.name}{list(output.shape)}. "
+            "Reduce it, for instance by a sum."
+        )
+    n = len(vector)
+    size = _size(n, n, nbatches, batch_size)
+
+    def block(linear: Any, start: Any, size: int) -> jax.Array:
+        return jax.vmap(linear)(_units(start, size, n, vector.dtype))
+
+    linearise = lambda v: jax.linearize(jax.grad(fun), v)[1]
+    return Matrix(vector, unflatten, linearise, block, (n, n), (n, n), vector.dtype, 0, size)
+
+
+def _jacobian(f: Function, x: PyTree, checkpoint: bool, mode: str, nbatches: int, batch_size: int | None) -> Matrix:
+    if mode not in ("auto", "forward", "reverse"):
+        raise ValueError(f"mode must be 'auto', 'forward' or 'reverse', got {mode!r}.")
+    fun, output, vector, unflatten = _flat(f, x, checkpoint)
+    if not jnp.issubdtype(output.dtype, jnp.inexact):
+        raise TypeError(f"f must return floating-point numbers for a Jacobian, got {output.dtype.name}.")
+    is_complex = jnp.issubdtype(output.dtype, jnp.complexfloating)
+    if is_complex and mode == "reverse":
+        raise TypeError(f"f returns {output.dtype.name}, whose rows have no reverse mode. Use mode='forward'.")
+    n, m, shape = len(vector), math.prod(output.shape), output.shape
+    reverse = mode == "reverse" or (mode == "auto" and m < n and not is_complex)
+    dtype = output.dtype if is_complex else vector.dtype
+    # What nbatches may be does not depend on what "auto" decides.
+    size = _size(m if reverse else n, m if mode == "reverse" else n, nbatches, batch_size)
+
+    def columns(linear: Any, start: Any, size: int) -> jax.Array:
+        return jax.vmap(linear, out_axes=-1)(_units(start, size, n, vector.dtype)).astype(dtype)
+
+    def rows(linear: Any, start: Any, size: int) -> jax.Array:
+        units = _units(start, size, m, output.dtype).reshape(size, *shape)
+        return jax.vmap(lambda unit: linear(unit)[0])(units)
+
+    if reverse:
+        pull = lambda v: jax.vjp(fun, v)[1]
+        return Matrix(vector, unflatten, pull, rows, (m, n), (*shape, n), dtype, 0, size)
+    push = lambda v: jax.linearize(fun, v)[1]
+    return Matrix(vector, unflatten, push, columns, (*shape, n), (*shape, n), dtype, len(shape), size)
+
+
+def _flat(f: Function, x: PyTree, checkpoint: bool) -> tuple[Function, Any, jax.Array, Unflatten]:
+    """``f`` as a function of a vector, what it returns, the vector that stands for ``x``, and the way back."""
+    if not callable(f):
+        raise TypeError(f"f must be callable, got {f!r}.")
+    named, treedef = flatten_with_names(x, "x")
+    leaves = [as_array(leaf, name, "Use it in f by a closure.") for name, leaf in named]
+    for (name, _), leaf in zip(named, leaves, strict=True):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TypeError(f"{name} holds random keys, which have no derivative. Use them in f by a closure.")
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{name} is {leaf.dtype.name}, but coordinates are real. Make its real and imaginary part two leaves."
+            )
+    vector, unflatten = ravel_pytree(treedef.unflatten(leaves))
+    if len(vector) and not jnp.issubdtype(vector.dtype, jnp.floating):
+        found = ", ".join(f"{name} is {leaf.dtype.name}" for (name, _), leaf in zip(named, leaves, strict=True))
+        raise TypeError(f"x is to be differentiated, but holds no floating-point number: {found}. Cast it to a float.")
+
+    def of_vector(v: jax.Array) -> Any:
+        # Integers would lose digits on their way through the vector's dtype.
+        moved = zip(jax.tree.leaves(unflatten(v)), leaves, strict=True)
+        return f(treedef.unflatten([m if jnp.issubdtype(m.dtype, jnp.inexact) else leaf for m, leaf in moved]))
+
+    traced = Traced(of_vector, [vector])
+    if not jax.tree_util.treedef_is_leaf(traced.treedef):
+        raise TypeError(f"f must return a single array, got {traced.treedef}. Join them: ravel_pytree(f(x))[0].")
+    fun: Function = traced
+    return jax.checkpoint(fun) if checkpoint else fun, traced.output, vector, unflatten
+
+
+def _size(count: int, most: int, nbatches: int, batch_size: int | None) -> int:
+    """The rows or columns of a block, of which there are ``count``; ``most`` is what ``nbatches`` may be at most."""
+    nbatches = positive("nbatches", nbatches)
+    if batch_size is not None:
+        if nbatches != 1:
+            raise ValueError(f"pass either nbatches or batch_size, got nbatches={nbatches}, batch_size={batch_size}.")
+        return min(positive("batch_size", batch_size, "or None"), max(count, 1))
+    if nbatches > max(most, 1):
+        raise ValueError(
+            f"nbatches={nbatches} is more than the {most} rows or columns there are. Choose at most {max(most, 1)}."
+        )
+    return max(-(-count // nbatches), 1)
+
+
+def _units(start: Any, size: int, count: int, dtype: Any) -> jax.Array:
+    """The unit vectors from number ``start`` on, as rows."""
+    return jnp.asarray(start + jnp.arange(size)[:, None] == jnp.arange(count), dtype)
+
+
+def _compiler(jit: bool) -> Callable[[Function], Function]:
+    return jax.jit if jit else lambda fun: fun
+
+
+def coordinates(v: PyTree, x: PyTree, matrix: Matrix) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    """A vector to multiply with, and how to bring the product into the form that it was given in."""
+    named, treedef = flatten_with_names(v, "v")
+    arrays = [as_array(leaf, name, "") for name, leaf in named]
+    for (name, _), leaf in zip(named, arrays, strict=True):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} is {leaf.dtype.name}, but x is real. Multiply its real and imaginary part apart.")
+    as_tree = treedef == structure(x)
+    expected = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
+    if as_tree and [leaf.shape for leaf in arrays] == expected:
+        vector = ravel_pytree([leaf.astype(matrix.x.dtype) for leaf in arrays])[0]
+        return vector.astype(matrix.x.dtype), matrix.unflatten
+    if len(arrays) == 1 and treedef == structure(0) and arrays[0].shape == matrix.x.shape:
+        return arrays[0].astype(matrix.x.dtype), lambda product: product
+    if not as_tree:
+        raise ValueError(f"v must be a tree like x, {structure(x)}, or a vector of {len(matrix.x)}, got {treedef}.")
+    wrong = next((n, leaf, e) for (n, _), leaf, e in zip(named, arrays, expected, strict=True) if leaf.shape != e)
+    raise ValueError(
+        f"v must have the shapes of x, or be a vector of {len(matrix.x)}: {wrong[0]} has {wrong[1].shape}, x has "
+        f"{wrong[2]} there."
+    )
+
+
+def _bar(progress: bool) -> Callable[[Any, int], Any]:
+    """What shows the progress of an iteration with so many steps."""
+    if not progress:
+        return lambda iterator, total: iterator
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise ImportError("progress=True needs tqdm: pip install 'microtome[progress]', or pip install tqdm.") from None
+    return lambda iterator, total: tqdm(iterator, total=total, unit="block")

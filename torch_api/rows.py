@@ -1,0 +1,123 @@
+"""What the torch transforms share: where a call holds an argument, the numbers of its rows, the finished callable."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from ..bridge import as_torch
+from ..bridge.captures import is_traced
+from ..bridge.torch_internals import disable_dynamo
+from ..bridge.tracing import python_function
+from ..bridge.trees import Rows, to_jax_tree, to_torch_tree
+
+Fun = Callable[..., Any]
+
+
+def finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recompute: bool = False) -> Fun:
+    """``run(*leading(*args), *args)`` as a torch callable that looks like ``fun``."""
+    call: Any = as_torch(_signed(run, fun), recompute=recompute)
+
+    @disable_dynamo
+    @functools.wraps(python_function(fun))
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return call(*leading(*args, **kwargs), *args, **kwargs)
+
+    wrapped.compiled = lambda *args, **kwargs: call.compiled(*leading(*args, **kwargs), *args, **kwargs)  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _signed(run: Fun, fun: Fun) -> Fun:
+    """Give ``run`` the parameters of ``fun`` in the place of ``*args, **kwargs``, so that messages can name them."""
+    own = [p for p in inspect.signature(run).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    with contextlib.suppress(TypeError, ValueError):
+        users = inspect.signature(python_function(fun)).parameters.values()
+        positional = [p.replace(kind=p.POSITIONAL_ONLY) for p in own]
+        run.__signature__ = inspect.Signature([*positional, *users])  # type: ignore[attr-defined]
+    return run
+
+
+def parameter_names(fun: Fun) -> list[str]:
+    """The names of the parameters that can be passed by position."""
+    try:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return [p.name for p in inspect.signature(fun).parameters.values() if p.kind in kinds]
+    except (TypeError, ValueError):
+        return []
+
+
+def place_of(fun: Fun, target: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Where a call passes an argument: its position, its name, or None."""
+    names = parameter_names(fun)
+    if isinstance(target, str):
+        if target in kwargs:
+            return target
+        target = names.index(target) if target in names else len(args)
+    if target < 0:
+        target += max(len(names), len(args))
+    if 0 <= target < len(args):
+        return target
+    return names[target] if 0 <= target < len(names) and names[target] in kwargs else None
+
+
+def replace(fun: Fun, target: int | str, args: Any, kwargs: Any, change: Fun) -> tuple[Any, Any]:
+    """The arguments of a call with one of them changed, where the call passes it."""
+    place = place_of(fun, target, args, kwargs)
+    if isinstance(place, int):
+        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    if isinstance(place, str):
+        return args, {**kwargs, place: change(kwargs[place])}
+    return args, kwargs
+
+
+def number_rows(
+    fun: Fun, targets: Sequence[int | str], axes: list[Any], args: Any, kwargs: Any, numbers: Fun = jnp.arange
+) -> tuple[Any, Any]:
+    """Attach the row numbers to one batch argument, so that random draws can tell rows apart; ``axes`` is updated."""
+    if not is_traced(fun):  # written in JAX: its keys are arguments
+        return args, kwargs
+    for i, (target, axis) in enumerate(zip(targets, axes, strict=False)):
+        place = place_of(fun, target, args, kwargs)
+        if axis is None or place is None:
+            continue
+        rows = _length(args[place] if isinstance(place, int) else kwargs[place], axis)
+        if rows is None:
+            continue
+        axes[i] = Rows(axis, 0)
+        return replace(fun, target, args, kwargs, lambda value, n=rows: Rows(value, numbers(n, dtype=jnp.int32)))
+    return args, kwargs
+
+
+def numbers_to_tensors(tree: Any) -> Any:
+    """The tree with its Python numbers as tensors, on the device of the first tensor in it."""
+    tree = to_jax_tree(tree)
+    found = next((leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, torch.Tensor)), None)
+    device = None if found is None else found.device
+
+    def convert(leaf: Any) -> Any:
+        return torch.tensor(leaf, device=device) if isinstance(leaf, (bool, int, float, complex)) else leaf
+
+    return to_torch_tree(tree, convert)
+
+
+def _length(value: Any, axis: Any) -> int | None:
+    """The length of the batch axis of the first leaf that has one; None where the transform itself will complain."""
+    try:
+        spread = jax.tree.map(
+            lambda a, part: [a] * len(jax.tree.leaves(part)), axis, value, is_leaf=lambda a: a is None
+        )
+    except ValueError:
+        return None
+    flat = jax.tree.leaves(spread, is_leaf=lambda a: a is None)
+    for a, leaf in zip(flat, jax.tree.leaves(value), strict=False):
+        shape = getattr(leaf, "shape", ())
+        if a is not None and isinstance(a, int) and -len(shape) <= a < len(shape):
+            return int(shape[a])
+    return None
