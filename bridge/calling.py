@@ -15,7 +15,7 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .captures import Walk, forked_child, surroundings, written_count
+from .captures import Walk, forked_child, path_name, surroundings, written_count
 from .compilation import Outline, Root, outline
 from .errors import TraceError, user_line
 from .interception import is_traced_tensor, recording
@@ -125,6 +125,7 @@ def _prepare(
         if found is None or len(hidden) < len(found[1]):
             if recording() is None:
                 _check_arguments(jax_fun, args, kwargs)
+                _check_captured(walk)
             written = written_count()
             hidden = []
             while True:
@@ -180,6 +181,15 @@ def _check_arguments(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs:
                 tensor_to_array(leaf)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{argument_name(path)}: {error}") from None
+
+
+def _check_captured(walk: Walk) -> None:
+    for tensor, path in zip(walk.tensors, walk.paths, strict=True):
+        if not is_traced_tensor(tensor):
+            try:
+                tensor_to_array(tensor)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{path_name(path)}, which the function captures: {error}") from None
 
 
 def _moves(leaf: Any) -> bool:

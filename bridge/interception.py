@@ -72,6 +72,7 @@ class Captured:
         self, recorder: Recorder, known: Sequence[torch.Tensor], wants: Callable[[torch.Tensor], bool]
     ) -> None:
         self.recorder, self.wants = recorder, wants
+        self.refusal: TraceError | None = None
         self.tensors = list(known)
         self.inputs: list[torch.Tensor] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
@@ -115,7 +116,13 @@ class Interception(TorchFunctionMode):
         self.recorder, self.captured = captured.recorder, captured
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._run(func, args, kwargs or {})
+        except TraceError as error:
+            self.captured.refusal = error  # Tensor's operators turn a TypeError into NotImplemented
+            raise
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.captured.stand_in, (args, kwargs))
         if func in _VALUE_METHODS:
             return self._constant_value(func, *args, **kwargs)
@@ -146,7 +153,7 @@ class Interception(TorchFunctionMode):
 
 def _check_supported(tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
-        raise TypeError(
+        raise TraceError(
             f"{user_line()}: a captured tensor is sparse, quantised, nested or on the meta device "
             f"(layout={tensor.layout}, dtype={tensor.dtype}, device={tensor.device}); only dense tensors can be traced."
         )

@@ -116,7 +116,12 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tup
             captured.add(tensor, differentiable or tensor.requires_grad)
         interception = Interception(captured)
         with interception, captured, ti.entering_functorch(captured.stand_in):
-            outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
+            try:
+                outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
+            except TypeError as error:
+                if captured.refusal is None or isinstance(error, TraceError):
+                    raise
+                raise captured.refusal from error
             differentiable = [o.requires_grad for o in outputs]
             cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
             wanted = [a for a, n in zip(arguments, need, strict=False) if n]

@@ -26,7 +26,7 @@ from .interception import is_traced_tensor
 from .side_effects import Effect, Watched
 from .torch2jax_engine import InterpretedFunction, is_interpreted
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
-from .values import array_to_tensor, tensor_to_array, torch_dtype
+from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
 from .versions import enable_x64
 
 Engine = Literal["record", "torch2jax"]
@@ -224,7 +224,8 @@ class _Traced:
             return outputs
 
         def unflatten(arrays: Sequence[Any]) -> Any:
-            return shape[0].join(arrays)
+            result = shape[0].join(arrays)
+            return result if mode.once else jax.tree.map(_as_array, result)
 
         if self.engine == "record":
             # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
@@ -332,6 +333,18 @@ def _is_differentiated(array: Any) -> bool:
     return False
 
 
+def _as_array(leaf: Any) -> Any:
+    """A result of a function that JAX maps or loops over, a Python number as torch would make a tensor of it."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return jnp.asarray(leaf, jax_dtype(torch.tensor(leaf).dtype))
+    if not is_array(leaf):
+        raise TraceError(
+            f"the function returns a {type(leaf).__name__} ({leaf!r}) among its results, where each example or "
+            "microbatch returns one: return tensors and numbers only."
+        )
+    return leaf
+
+
 def _to_array(leaf: Any) -> Any:
     return tensor_to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -347,8 +360,8 @@ def _draw_key(key: Any, rows: Any, outer: Call | None, identity: Any) -> Any:
         if rows is None and not outer.in_body():
             raise TraceError(
                 "the torch function draws random numbers inside a transform that does not say which row it works on, "
-                "so that every row would draw the same. Use the transform of microtome.torch_api, or draw outside and "
-                "pass the numbers in as an argument."
+                "so that every row would draw the same. Use the transform of microtome.torch_api, and draw in the mapped "
+                "function (not in transform_fn); or draw outside and pass the numbers in as an argument."
             )
         key = jax.random.fold_in(outer.key, outer.number(identity))
     elif jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != (2,):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from .trees import PyTree, as_array, flatten, flatten_with_names, integer, normalized_axis, structure
+from .trees import PyTree, as_array, flatten, flatten_with_names, integer, normalized_axis, outlined
 
 Function: TypeAlias = Callable[..., Any]
 # Where a call holds an argument: its position, or the keyword it was passed by.
@@ -198,8 +198,8 @@ def leaf_axes(option: str, prefix: PyTree, value: PyTree, label: str) -> list[in
         parts = treedef.flatten_up_to(value)
     except ValueError:
         raise ValueError(
-            f"{option} of {label} must be an int, None or a prefix of its tree. Axes: {treedef}; "
-            f"{label}: {structure(value)}."
+            f"{option} of {label} must be an int, None or a prefix of its tree. Axes: {prefix!r}; "
+            f"{label}: {outlined(value)}."
         ) from None
     for axis in axes:
         if isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):

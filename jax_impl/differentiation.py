@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .arguments import Arguments, Function, Slot, read, slots, write
-from .trees import as_array, dtype_of, flatten, flatten_with_names, structure
+from .trees import as_array, dtype_of, flatten, flatten_with_names, outlined
 
 
 def places_to_differentiate(
@@ -61,11 +61,11 @@ def value_and_grad(
 
 def _checked_loss(output: Any, has_aux: bool) -> tuple[Any, Any]:
     if has_aux and not (isinstance(output, (tuple, list)) and len(output) == 2):
-        raise TypeError(f"has_aux=True needs fun to return (loss, aux), got {structure(output)}.")
+        raise TypeError(f"has_aux=True needs fun to return (loss, aux), got {outlined(output)}.")
     value, aux = output if has_aux else (output, None)
     if not jax.tree_util.all_leaves([value]):
         raise TypeError(
-            f"fun must return a scalar loss for each example, got {structure(value)}. Where it returns more, "
+            f"fun must return a scalar loss for each example, got {outlined(value)}. Where it returns more, "
             "pass has_aux=True and return (loss, aux)."
         )
     shape, dtype = jnp.shape(value), dtype_of(value)

@@ -15,7 +15,7 @@ from .accumulation import AccumulatorTree, WeightedMean
 from .arguments import Batch, Function
 from .fitting import Output, bind, match
 from .partition import Plan
-from .trees import PyTree, flatten_with_names, structure, varying_axes
+from .trees import PyTree, flatten_with_names, outlined, structure, varying_axes
 
 VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
 
@@ -167,7 +167,7 @@ def _describe(main: Traced, left: Traced, plan: Plan, per_example: bool, zeros: 
     if treedef != structure(left.output):
         raise ValueError(
             "fun must return the same tree for the rows left over as for a full microbatch, got "
-            f"{structure(left.output)} and {treedef}."
+            f"{outlined(left.output)} and {outlined(main.output)}."
         )
     mapped = isinstance(main, _Mapped)
     products = bare_products(main.closed) if mapped else frozenset()

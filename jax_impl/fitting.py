@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from .accumulation import AccumulationType, Accumulator, AccumulatorTree, WeightedMean
 from .partition import Plan
 from .sums import sum_rows, summed, wide
-from .trees import PyTree, flatten, flatten_with_names, structure
+from .trees import PyTree, dtype_of, flatten, flatten_with_names, outlined, structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +76,30 @@ def bind(accumulators: AccumulatorTree, plan: Plan, outputs: PyTree, per_example
     )
 
 
+def _checked_update(update: Callable[..., PyTree], carry: PyTree, value: PyTree, index: Any) -> PyTree:
+    new = update(carry, value, index)
+    before, treedef = flatten_with_names(carry, "carry")
+    after, new_treedef = flatten_with_names(new, "carry")
+    if treedef != new_treedef:
+        raise TypeError(
+            f"the accumulator's update must return a carry like the one it got, {outlined(carry)}; got {outlined(new)}."
+        )
+    for (name, old), (_, leaf) in zip(before, after, strict=True):
+        if jnp.shape(old) != jnp.shape(leaf) or dtype_of(old) != dtype_of(leaf):
+            raise TypeError(
+                f"the accumulator's update must keep shapes and dtypes, but {name} was "
+                f"{jnp.dtype(dtype_of(old)).name}{list(jnp.shape(old))} and became "
+                f"{jnp.dtype(dtype_of(leaf)).name}{list(jnp.shape(leaf))}. Make init return what update returns."
+            )
+    return new
+
+
 def _part(kind: Any, plan: Plan, outputs: PyTree, per_example: bool) -> Accumulator:
     """The accumulator for one leaf of the accumulator tree."""
     if isinstance(kind, WeightedMean):
         _check_pair(outputs, per_example)
     if isinstance(kind, Accumulator):
-        return kind
+        return dataclasses.replace(kind, update=functools.partial(_checked_update, kind.update))
     described, treedef = flatten(outputs)
     make = {
         AccumulationType.SUM: _sum,
@@ -112,13 +131,13 @@ def _part(kind: Any, plan: Plan, outputs: PyTree, per_example: bool) -> Accumula
 
 def _check_pair(outputs: PyTree, per_example: bool) -> None:
     if not isinstance(outputs, (tuple, list)) or len(outputs) != 2:
-        raise TypeError(f"weighted_mean() needs a pair (value, weight), got {structure(outputs)}.")
+        raise TypeError(f"weighted_mean() needs a pair (value, weight), got {outlined(outputs)}.")
     value, weight = outputs
     for out in jax.tree.leaves(value):
         if not jnp.issubdtype(out.dtype, jnp.inexact):
             raise TypeError(f"{out.path} is {out.dtype.name}, which has no weighted mean. Cast it to a float first.")
     if not isinstance(weight, Output):
-        raise TypeError(f"the weight of weighted_mean() must be one array, got {structure(weight)}.")
+        raise TypeError(f"the weight of weighted_mean() must be one array, got {outlined(weight)}.")
     if jnp.issubdtype(weight.dtype, jnp.complexfloating):
         raise TypeError(f"{weight.path} is {weight.dtype.name}; a weight must be real.")
     if len(weight.shape) != per_example:

@@ -23,6 +23,11 @@ def structure(tree: PyTree) -> Any:
     return jax.tree.structure(tree)
 
 
+def outlined(tree: PyTree) -> str:
+    """The tree as its user would write it, with a star for each leaf, for messages."""
+    return str(jax.tree.map(lambda _: "*", tree)).replace("'*'", "*")
+
+
 def flatten_with_names(tree: PyTree, name: str) -> tuple[list[tuple[str, Any]], Any]:
     """The leaves, each with a name like ``batch['x']``, and the tree definition."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -65,6 +70,8 @@ def as_array(leaf: Any, name: str, hint: str = "Leave it out of the batch argume
     if isinstance(leaf, jax.Array):
         return leaf
     try:
+        if isinstance(leaf, (str, bytes)):  # NumPy takes some for the name of a dtype
+            raise TypeError
         return jnp.asarray(leaf)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be an array, got a {type(leaf).__name__}. {hint}") from None

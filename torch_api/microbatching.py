@@ -13,9 +13,10 @@ import torch
 from .. import jax_impl
 from ..bridge import lift
 from ..bridge.lifting import to_jax_callable
-from ..bridge.trees import Rows, flatten, to_jax_tree
+from ..bridge.trees import Rows, flatten, to_jax_tree, without_rows
+from ..bridge.values import jax_dtype
 from ..jax_impl import AccumulationType, weighted_mean
-from .rows import Fun, finish, number_rows, place_of, replace
+from .rows import Fun, finish, number_rows, number_rows_by_name, place_of, replace
 
 __all__ = [
     "AccumulationType",
@@ -196,6 +197,7 @@ def micro_vmap(
     def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
         axes = [in_axes] * len(args) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
         args, kwargs = number_rows(traced, range(len(axes)), axes, args, kwargs)
+        kwargs = number_rows_by_name(traced, args, kwargs)
         return transform(in_axes=tuple(axes), num_real_microbatches=num_real)(*args, **kwargs)
 
     return finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
@@ -279,9 +281,9 @@ def micro_grad(
         "partition": partition,
     }
     if transform_fn is not None:
-        options["transform_fn"] = to_jax_callable(transform_fn)
+        options["transform_fn"] = _of_gradients(transform_fn)
     if metrics_fn is not None:
-        options["metrics_fn"] = to_jax_callable(metrics_fn)
+        options["metrics_fn"] = _of_gradients(metrics_fn)
     jax_impl.micro_grad(traced, num_real_microbatches=_host(num_real_microbatches), **options)
 
     def run(num_real: Any, frozen: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,6 +296,7 @@ def micro_grad(
         for position in wanted:
             args, kwargs = replace(traced, position, args, kwargs, _conjugate)
         args, kwargs = number_rows(traced, batched, [0] * len(batched), args, kwargs)
+        kwargs = number_rows_by_name(traced, args, kwargs)
         return jax_impl.micro_grad(loss, num_real_microbatches=num_real, **options)(*args, **kwargs)
 
     def leading(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -335,6 +338,12 @@ def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> N
             parameters[name].grad = grad.detach()
 
 
+def _of_gradients(fun: Fun) -> Fun:
+    """A function of one example's gradients, without the row number that a batch argument carries."""
+    traced = to_jax_callable(fun)
+    return lambda grads: traced(without_rows(grads)[0])
+
+
 def _listed(value: int | str | Sequence[Any]) -> list[Any]:
     """``argnums`` and ``argnames`` may be one or several."""
     return [value] if isinstance(value, (int, str)) else list(value)
@@ -358,7 +367,13 @@ def _frozen(fun: Fun, wanted: Sequence[int], args: Any, kwargs: Any) -> tuple[tu
 
 def _conjugate(tree: Any) -> Any:
     """Differentiating in the conjugate of a complex parameter gives torch's gradient where JAX's is the conjugate."""
-    return jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, tree)
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, float):
+            leaf = jnp.asarray(leaf, jax_dtype(torch.get_default_dtype()))
+        return jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf
+
+    return jax.tree.map(convert, tree)
 
 
 def _restore(frozen: Sequence[bool], tree: Any) -> Any:

@@ -95,6 +95,17 @@ def number_rows(
     return args, kwargs
 
 
+def number_rows_by_name(fun: Fun, args: Any, kwargs: Any) -> Any:
+    """Attach the row numbers to an argument that is passed by name, and mapped over axis 0, if none has them yet."""
+    if not is_traced(fun) or any(isinstance(value, Rows) for value in (*args, *kwargs.values())):
+        return kwargs
+    for name, value in kwargs.items():
+        rows = _length(value, 0)
+        if rows is not None:
+            return {**kwargs, name: Rows(value, jnp.arange(rows, dtype=jnp.int32))}
+    return kwargs
+
+
 def numbers_to_tensors(tree: Any) -> Any:
     """The tree with its Python numbers as tensors, on the device of the first tensor in it."""
     tree = to_jax_tree(tree)
