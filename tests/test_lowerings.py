@@ -86,6 +86,8 @@ GRID = torch.tanh(_randn(2, 2, 3, 2, 3)) * 1.3
 
 LOWERINGS: dict[str, tuple[Fun, tuple[torch.Tensor, ...]]] = {
     "digamma": (torch.digamma, (POINTS,)),
+    "lgamma": (torch.lgamma, (POINTS,)),
+    "mvlgamma": (lambda x: torch.mvlgamma(x + 10, 3), (POINTS,)),
     **{f"polygamma {n}": (lambda x, n=n: torch.special.polygamma(n, x), (POINTS,)) for n in range(5)},
     "pinv": (lambda a: torch.linalg.pinv(a, rtol=0.1), (_randn(2, 4, 3),)),
     "pinv, atol": (lambda a: torch.linalg.pinv(a, atol=torch.tensor([0.2, 1.5])), (_randn(2, 4, 3),)),

@@ -18,6 +18,12 @@ def digamma(x: Array) -> Array:
     return jax.scipy.special.digamma(x)
 
 
+@lowering("aten.lgamma")
+def lgamma(x: Array) -> Array:
+    """torchax rounds to float32."""
+    return jax.scipy.special.gammaln(x)
+
+
 @lowering("aten.polygamma")
 def polygamma(n: int, x: Array) -> Array:
     """Below zero by reflection: XLA's zeta function leaves out terms there."""
