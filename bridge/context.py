@@ -12,10 +12,12 @@ import threading
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import jax
 import torch
 from jax.extend.core import get_opaque_trace_state
 
 from .side_effects import Effect
+from .versions import mapping_trace
 
 
 @dataclasses.dataclass
@@ -27,6 +29,7 @@ class Call:
     device: torch.device
     grad: bool  # whether torch records for autograd in the function
     state: Any = None  # the trace in which buffers may be written
+    mapping: object = None
     missing: list[torch.Tensor] = dataclasses.field(default_factory=list)
     mutations: list[tuple[torch.Tensor, Any]] = dataclasses.field(default_factory=list)
     effects: list[Effect] = dataclasses.field(default_factory=list)
@@ -37,12 +40,22 @@ class Call:
 
     def enter_body(self) -> None:
         """Mark the current trace as the one that runs the function once, from start to end."""
-        self.state = get_opaque_trace_state()
+        self.state, self.mapping = get_opaque_trace_state(), mapping_trace()
         self.mutations = []
 
     def in_body(self) -> bool:
         """Whether no transform (vmap, scan, grad of the user's) stands between the call and the current trace."""
         return self.state is not None and self.state == get_opaque_trace_state()
+
+    def is_mapped(self) -> bool:
+        """Whether a transform that runs the function for several rows or steps (vmap, scan) stands in between."""
+        return self.mapping is not mapping_trace()
+
+    def is_outside(self, value: Any) -> bool:
+        """Whether a value does not differ between the rows of such a transform."""
+        while isinstance(value, jax.core.Tracer) and getattr(value, "primal", None) is not None:
+            value = value.primal
+        return not isinstance(value, jax.core.Tracer) or value._trace is self.mapping
 
     def number(self, function: Hashable) -> int:
         """Functions of one call draw from different keys; the same function draws the same at the same row."""

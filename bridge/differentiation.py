@@ -260,6 +260,8 @@ class Backward:
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         graph = self.graph
+        if graph.recomputes:  # else XLA would merge the second forward pass with the first, and keep all of it
+            arrays = jax.lax.optimization_barrier(arrays)
         inputs, saved, cotangents = self._split(arrays)
         values: dict[int, Any] = dict(zip([*graph.inputs, *graph.captured], inputs, strict=True))
         for ref, value in zip(graph.saved, saved, strict=True):

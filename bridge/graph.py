@@ -99,10 +99,9 @@ class Graph:
         roots = [*self.outputs, *(value for _, value in self.mutations)]
         forward = self._live(roots)
         backward = self._live([g for g in self.gradients if g is not None])
-        after = set(self.cotangents)
-        for i, node in enumerate(self.nodes):
-            if node is not None and any(r in after for r in node.refs()):
-                after.add(i)
+        # The backward half is what torch recorded in its backward pass: its residuals are torch's saved tensors.
+        start = min(self.cotangents, default=len(self.nodes))
+        after = set(range(start, len(self.nodes)))
         numbered = [i for i, node in enumerate(self.nodes) if node is not None]
         self.forward_nodes = [i for i in numbered if i in forward]
         self.saving_nodes = [i for i in numbered if i in forward or (i in backward and i not in after)]
@@ -112,6 +111,20 @@ class Graph:
         read |= {g for g in self.gradients if type(g) is Ref and g.node in inner}
         self.saved = sorted(read, key=lambda ref: (ref.node, ref.item or 0))
         self.draws = any(self.nodes[i].draw is not None for i in numbered)  # type: ignore[union-attr]
+        self.recomputes = self._recomputes(numbered, start)
+
+    def _recomputes(self, numbered: Sequence[int], start: int) -> bool:
+        """Whether the backward half does again what the forward half did, as a checkpoint makes torch do."""
+        first: dict[Any, int] = {}
+        same: dict[int, int] = {}
+        for i in numbered:
+            node = self.nodes[i]
+            assert node is not None
+            leaves = tuple((same.get(x.node, x.node), x.item) if type(x) is Ref else repr(x) for x in node.leaves)
+            same[i] = first.setdefault((node.op, leaves, node.draw), i)
+            if same[i] < start <= i and not _is_view(node.op):
+                return True
+        return False
 
     def for_inputs(self, need: tuple[bool, ...]) -> Graph | None:
         """The recording with the gradients of fewer inputs."""
@@ -147,6 +160,11 @@ class Graph:
             assert meta is not None
             metas.append(meta)
         return metas
+
+
+def _is_view(op: Any) -> bool:
+    schema = getattr(op, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Array) -> None:

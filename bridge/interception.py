@@ -123,7 +123,7 @@ class Interception(TorchFunctionMode):
             raise
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = ti.torch_pytree.tree_map_only(torch.Tensor, self.captured.stand_in, (args, kwargs))
+        args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
         if func in _VALUE_METHODS:
             return self._constant_value(func, *args, **kwargs)
         if func is _SET_DATA:

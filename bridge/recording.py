@@ -122,6 +122,8 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tup
                 if captured.refusal is None or isinstance(error, TraceError):
                     raise
                 raise captured.refusal from error
+            if captured.refusal is not None:  # the function caught it, and went another way than it would in torch
+                raise captured.refusal
             differentiable = [o.requires_grad for o in outputs]
             cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
             wanted = [a for a, n in zip(arguments, need, strict=False) if n]

@@ -80,6 +80,7 @@ __all__ = [
     "legacy_batch",
     "legacy_rows",
     "load_dynamo",
+    "map_tensors",
     "no_dispatch",
     "plain_kernels",
     "temporarily_clear_interpreter_stack",
@@ -97,6 +98,11 @@ def core_decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(core_aten_decompositions().items())
 
 
+def map_tensors(fun: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The tree with its tensors replaced. A ``torch.Size`` stays one: ``x.new(shape)`` takes a tuple for data."""
+    return torch_pytree.tree_map_only(torch.Tensor, fun, tree, is_leaf=lambda x: isinstance(x, torch.Size))
+
+
 class Substitution(TorchFunctionMode):
     """Every torch function sees other tensors in the place of given ones."""
 
@@ -109,7 +115,7 @@ class Substitution(TorchFunctionMode):
         return self.replacements.get(id(tensor), tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = torch_pytree.tree_map_only(torch.Tensor, self.swap, (args, kwargs or {}))
+        args, kwargs = map_tensors(self.swap, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -253,7 +259,11 @@ def plain_kernels() -> Iterator[None]:
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
         # The reentrant checkpoint refuses torch.autograd.grad, with which the backward pass is recorded.
         checkpoint.apply = staticmethod(  # type: ignore[method-assign]
-            lambda fun, keep, *args: fun(*args) if here() else apply_checkpoint(fun, keep, *args)
+            lambda fun, keep, *args: (
+                torch.utils.checkpoint.checkpoint(fun, *args, use_reentrant=False, preserve_rng_state=keep)
+                if here()
+                else apply_checkpoint(fun, keep, *args)
+            )
         )
         torch.backends.mha.set_fastpath_enabled(False)
         torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)

@@ -173,7 +173,7 @@ class _Traced:
                 written.remember()
                 self._made[form, Walk(self.torch_fun, structure.fixed).key] = made
             captured = self._captured(made.tracing, outer)
-            make_key = functools.partial(_draw_key, key, rows, outer, walk.key)
+            make_key = functools.partial(_draw_key, key, rows, outer, walk.key, arrays)
             results = made.tracing.call(make_key, [*arrays, *captured])
             count = len(results) - len(made.tracing.mutated)
             self._write_back(made.tracing, len(arrays), results[count:], walk, outer)
@@ -349,7 +349,15 @@ def _to_array(leaf: Any) -> Any:
     return tensor_to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _draw_key(key: Any, rows: Any, outer: Call | None, identity: Any) -> Any:
+def _runs_once(outer: Call, arrays: Sequence[Any]) -> bool:
+    """Whether the function runs for one row or step only, at most along several directions (``jax.jacfwd``)."""
+    if not outer.is_mapped():
+        return True
+    points = [getattr(a, "primal", a) for a in arrays]
+    return any(map(_is_differentiated, arrays)) and all(outer.is_outside(p) for p in points)
+
+
+def _draw_key(key: Any, rows: Any, outer: Call | None, identity: Any, arrays: Sequence[Any]) -> Any:
     """The raw key of one call of a function: of its own, of its row, or refused."""
     if key is None:
         if outer is None:
@@ -357,11 +365,11 @@ def _draw_key(key: Any, rows: Any, outer: Call | None, identity: Any) -> Any:
                 "the torch function draws random numbers: pass key=jax.random.key(seed) to the traced function"
             )
         outer.draws = True
-        if rows is None and not outer.in_body():
+        if rows is None and not _runs_once(outer, arrays):
             raise TraceError(
                 "the torch function draws random numbers inside a transform that does not say which row it works on, "
-                "so that every row would draw the same. Use the transform of microtome.torch_api, and draw in the mapped "
-                "function (not in transform_fn); or draw outside and pass the numbers in as an argument."
+                "so that every row would draw the same. Use the transform of microtome.torch_api, and draw in the "
+                "function that it maps (not in transform_fn); or pass the numbers in as an argument."
             )
         key = jax.random.fold_in(outer.key, outer.number(identity))
     elif jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != (2,):

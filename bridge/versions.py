@@ -15,12 +15,24 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["enable_x64", "native_export", "native_import"]
+__all__ = ["enable_x64", "mapping_trace", "native_export", "native_import"]
 
 
 def enable_x64() -> AbstractContextManager[None]:
     """Return a scope in which JAX keeps 64-bit types, for this thread; the process-wide setting stays as it is."""
     return jax.enable_x64(True)
+
+
+def mapping_trace() -> object:
+    """What JAX is tracing now, seen through ``grad``, ``jvp`` and ``linearize``: the same in and around these."""
+    try:
+        core = importlib.import_module("jax._src.core")
+        trace = core.trace_ctx.trace
+        while type(trace).__name__ in ("JVPTrace", "LinearizeTrace"):
+            trace = trace.parent_trace
+        return trace
+    except AttributeError:
+        return object()  # equal to no other: nothing is known
 
 
 def _native(name: str) -> Callable[..., Any] | None:
