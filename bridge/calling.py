@@ -17,7 +17,7 @@ from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
 from .captures import Walk, forked_child, path_name, surroundings, written_count
 from .compilation import Outline, Root, outline
-from .errors import TraceError, user_line
+from .errors import TraceError, located, user_line
 from .interception import is_traced_tensor, recording
 from .side_effects import write
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
@@ -78,7 +78,10 @@ def made_from(fun: Any) -> Any:
 
 @ti.disable_dynamo  # torch.compile breaks its graph here
 def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    root, tensors = _prepare(jax_fun, recompute, args, kwargs)
+    try:
+        root, tensors = _prepare(jax_fun, recompute, args, kwargs)
+    except (TypeError, ValueError) as error:
+        raise located(error) from error.__cause__
     assert root.outline is not None
     outer = recording()
     key: Any = None
@@ -103,7 +106,14 @@ def _prepare(
             "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA "
             "would hang. Call it in the parent, or start workers with multiprocessing_context='spawn'."
         )
+    if ti.proxies_are_active() and recording() is None:
+        raise TraceError(
+            "make_fx, torch.export and torch.func.linearize cannot look into a compiled call, and would take its "
+            "result for a constant. Use torch.func.jvp or vjp, or leave the call out of what they trace."
+        )
     leaves, structure = Structure.split(to_jax_tree((args, kwargs)), _moves)
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
+        _check_arguments(jax_fun, args, kwargs)
     arguments = list(map(_tensor, leaves))
     walk = Walk(jax_fun, structure.fixed)
     fixed = structure.treedef, structure.moves, recompute, surroundings()

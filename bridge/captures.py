@@ -254,7 +254,7 @@ class Walk:
     def _function(self, f: types.FunctionType, path: Path) -> None:
         if is_traced(f):  # what counts is the torch function
             self.parts.append(SOURCE)
-            self._visit(f.__dict__[SOURCE][1], path)
+            self._visit(f.__dict__[SOURCE][1], None)
             return
         code = f.__code__
         user = is_users_file(code.co_filename)

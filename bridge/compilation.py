@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from jax.experimental.layout import Format, Layout
 
+from .bounds import Failures
 from .captures import Place
 from .context import Call, running
 from .differentiation import independent_outputs
@@ -189,6 +190,7 @@ class Program:
         self.need = tuple(torch.is_grad_enabled() and is_differentiable(t) for t in tensors)
         self.recompute = root.recompute and flat is root
         call = Call({}, None, root.device, root.grad)
+        call.failures = self._failures = Failures()
         avals = _avals(tensors, root.device)
         with enable_x64(), running(call):
             if any(self.need) and not self.recompute:
@@ -251,6 +253,7 @@ class Program:
         with enable_x64():
             outputs, updates, residuals = self._forward(key, *tensors_to_arguments(tensors))  # type: ignore[misc]
             made = [array_to_tensor(o) for o in outputs]
+            self._failures.check()
             with torch.no_grad():
                 for i, value in zip(self.mutated, updates, strict=True):
                     tensors[i].copy_(array_to_tensor(value))
@@ -261,7 +264,9 @@ class Program:
         with enable_x64():
             given = [tensor_to_array(c.contiguous()) for c in cotangents]
             found = self._backward(list(map(tensor_to_array, saved)), residuals, given)
-            return [None if absent else array_to_tensor(g) for absent, g in zip(self._absent, found, strict=True)]
+            made = [None if absent else array_to_tensor(g) for absent, g in zip(self._absent, found, strict=True)]
+            self._failures.check()
+            return made
 
     def memory_analysis(self) -> Any:
         """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""

@@ -10,14 +10,16 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import torch
 from jax.extend.core import get_opaque_trace_state
 
-from .side_effects import Effect
 from .versions import mapping_trace
+
+if TYPE_CHECKING:
+    from .side_effects import Effect
 
 
 @dataclasses.dataclass
@@ -35,6 +37,7 @@ class Call:
     effects: list[Effect] = dataclasses.field(default_factory=list)
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     draws: bool = False
+    failures: Any = None  # where checks of indices report
     shape: Any = None  # the structure of the results
     moving: list[bool] = dataclasses.field(default_factory=list)  # which outputs depend on a needed input
 

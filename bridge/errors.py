@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 import types
@@ -27,6 +28,18 @@ def user_line(error: BaseException | None = None) -> str:
                 return f"{name}:{line}"
             library = f"{name}:{line}" if library == "?" else library
     return library
+
+
+_LOCATED = re.compile(r"\S:\d+: ")
+
+
+def located(error: Exception) -> Exception:
+    """An error that microtome raised, with the user's line in front where it names none yet; others as they are."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = bool(frames) and frames[-1][0].f_code.co_filename.startswith(OWN)
+    if not own or type(error) not in (TypeError, ValueError, TraceError) or _LOCATED.search(str(error)):
+        return error
+    return type(error)(f"{user_line()}: {error}").with_traceback(error.__traceback__)
 
 
 def is_raised_by_jax(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from .bounds import checked
 from .lowerings import find_lowering
 from .values import jax_dtype
 
@@ -177,7 +178,7 @@ def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Arra
         draw_key = None if node.draw is None else jax.random.fold_in(key, node.draw)
         try:
             lower = getattr(node.op, "lower", None) or find_lowering(node.op)
-            result = lower(*args, **kwargs, _results=node.results, _key=draw_key)
+            result = lower(*checked(node.op, args, node.line), **kwargs, _results=node.results, _key=draw_key)
         except (TypeError, ValueError, NotImplementedError, AssertionError, AttributeError, IndexError) as error:
             raise TypeError(f"{node.line}: {node.op} could not be expressed in JAX: {error}") from error
         if node.single:

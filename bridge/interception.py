@@ -23,6 +23,7 @@ _VALUE_METHODS = {
     torch.Tensor.numpy: ".numpy()",
     torch.Tensor.__array__: "numpy.asarray",
     torch.Tensor.tolist: ".tolist()",
+    torch.Tensor.__format__: "a formatted number",
 }
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -124,7 +125,7 @@ class Interception(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
-        if func in _VALUE_METHODS:
+        if func in _VALUE_METHODS and args[1:] != ("",):  # f"{x}" shows the tensor as it is
             return self._constant_value(func, *args, **kwargs)
         if func is _SET_DATA:
             raise TraceError(

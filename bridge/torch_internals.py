@@ -83,6 +83,7 @@ __all__ = [
     "map_tensors",
     "no_dispatch",
     "plain_kernels",
+    "proxies_are_active",
     "temporarily_clear_interpreter_stack",
     "to_fun",
     "torch_pytree",
@@ -165,6 +166,11 @@ def load_dynamo() -> None:
     importlib.import_module("torch._dynamo")
     if before is None:
         os.environ.pop(name, None)
+
+
+def proxies_are_active() -> bool:
+    """Whether torch itself is tracing: ``make_fx``, ``torch.export``, ``torch.func.linearize``."""
+    return torch._C._get_dispatch_mode(BELOW_FUNCTIONALISATION) is not None
 
 
 def forward_mode_is_active() -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -210,6 +210,11 @@ class _Traced:
                     result = to_jax_tree(torch_fun(*args, **kwargs))
             except BaseException as error:
                 watched.restore()
+                if isinstance(error, RuntimeError) and "leaf Variable that requires grad" in str(error):
+                    raise TraceError(
+                        f"{user_line(error)}: a tensor that requires grad is written to in place. Work on a copy: "
+                        ".clone(), or the op that is not in place."
+                    ) from error
                 if isinstance(error, TypeError) and "FunctionalTensor" in str(error) and is_raised_by_jax(error):
                     raise TraceError(
                         f"{user_line(error)}: JAX code was given a torch tensor. If the function is written in JAX, "
@@ -220,6 +225,11 @@ class _Traced:
             if not shape:
                 effects[:] = found
             outputs, out = Structure.split(result, self._is_tensor)
+            if any(isinstance(x, Iterator) for x in out.fixed):
+                raise TraceError(
+                    f"{user_line()}: the function returns a generator, whose tensors would be made after the trace. "
+                    "Return a list."
+                )
             shape[:] = [out]
             return outputs
 

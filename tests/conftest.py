@@ -3,6 +3,10 @@
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden files of messages anew")
+
+
 def _gpu_is_missing() -> str:
     import jax
     import torch
