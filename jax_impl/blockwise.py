@@ -382,8 +382,8 @@ class Matrix:
         if layout.size >= layout.count:
             return layout.block(linear, 0, layout.count).reshape(layout.result_shape)
 
-        # Where sizes do not fit, the last block starts earlier and repeats rows, so that one program serves for all blocks:
-        # compiling is most of the time of a single call.
+        # Where sizes do not fit, the last block starts earlier and repeats some rows, so that one program serves for
+        # all blocks: compiling is most of the time of a single call.
         put = jax.lax.dynamic_update_slice_in_dim if layout.count % layout.size else write
 
         def step(result: jax.Array, start: Any) -> jax.Array:

@@ -1,5 +1,6 @@
 """Jacobians and Hessians of torch functions in blocks, against ``torch.func``."""
 
+import gc
 import re
 
 import numpy as np
@@ -137,6 +138,14 @@ def test_compiled_once():
         assert_same(mt.hvp(f, x)(torch.ones(3)), 6 * x)
         counts.append(len(traces))
     assert counts[0] == counts[1]
+
+
+def test_what_was_linearised_outlives_the_function():
+    for _ in range(2):  # the second time, the first one's programs serve
+        multiply, blocks = mt.hvp(lambda x: (x**3).sum(), data(3)), mt.hessian_blocks(lambda x: (x**3).sum(), data(3))
+        gc.collect()
+        assert_same(multiply(torch.ones(3)), 6 * data(3))
+        assert_same(next(blocks)[1], torch.diag(6 * data(3)))
 
 
 def test_dropout_is_one_mask_for_all_columns():

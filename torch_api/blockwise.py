@@ -233,16 +233,15 @@ def hvp(f: Fun, x: Any, jit: bool = True, checkpoint: bool = False) -> Callable[
     tensor([6., 6.])
     """
     x, fun = numbers_to_tensors(x), _function(f)
-    linear, _ = _linearise(lambda x: hessian_matrix(fun, x, checkpoint, 1, None), x, None)
-    like = to_torch_tree(to_jax_tree(x, lambda leaf: torch.empty_like(leaf)))  # only its shapes and dtypes count
-
-    def product(linear: Any, v: Any, like: Any) -> Any:
-        vector, form = coordinates(v, like)
-        return form(linear(vector))
+    linear, layout = _linearise(lambda x: hessian_matrix(fun, x, checkpoint, 1, None), x, None)
+    like = to_torch_tree(to_jax_tree(x, torch.empty_like))  # only its shapes and dtypes count
+    with torch.no_grad():  # compiled now: the derivatives of a traced function can be recorded while it exists
+        _product.compiled(linear, torch.zeros(layout.inputs, dtype=torch_dtype(layout.dtype), device=_device(x)))
 
     def multiply(v: Any) -> Any:
+        v = numbers_to_tensors(v)
         with torch.no_grad():
-            return as_torch(product)(linear, numbers_to_tensors(v), like)
+            return _in_the_form_of(v, like, _product(linear, _vector(v, like)))
 
     return multiply
 
@@ -266,6 +265,12 @@ def hessian_to_pytree(H: Any, x: Any) -> Any:
     tensor([6., 6.])
     """
     return to_torch_tree(jax_impl.hessian_to_pytree(H, to_jax_tree(x)))
+
+
+# Functions that capture nothing are told apart by identity, so these are made once.
+_product: Any = as_torch(lambda linear, vector: linear(vector))
+_vector = as_torch(lambda v, x: coordinates(v, x)[0])
+_in_the_form_of = as_torch(lambda v, x, product: coordinates(v, x)[1](product))
 
 
 def _function(f: Fun) -> Fun:
@@ -301,13 +306,15 @@ def _blocks(
     bar = progress_bar(progress)
     linear, layout = _linearise(matrix, x, out)
 
-    def block(linear: Any, start: Any) -> Any:
-        return layout.block(linear, start, layout.size)
+    block: Any = as_torch(lambda linear, start: layout.block(linear, start, layout.size))
+    device = _device(x)
+    with torch.no_grad():  # compiled now: the derivatives of a traced function can be recorded while it exists
+        block.compiled(linear, torch.tensor(0, device=device))
 
     def computed() -> Iterator[tuple[slice, torch.Tensor]]:
         for place, start in bar(layout.places(), -(-layout.count // layout.size)):
             with torch.no_grad():
-                values = as_torch(block)(linear, torch.tensor(start, device=_device(x)))
+                values = block(linear, torch.tensor(start, device=device))
             yield place, values.narrow(layout.axis, place.start - start, place.stop - place.start)
 
     return layout, computed()
