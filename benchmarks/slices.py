@@ -84,6 +84,7 @@ def compare(title: str, ours: str, ways: Ways, repeats: int = 7) -> str:
             program = jax.jit(fun).lower(*args).compile()
             calls[name] = lambda program=program, args=args: jax.block_until_ready(program(*args))
             memory[name] = program.memory_analysis().temp_size_in_bytes
+    # By value: JAX sorts the keys of a dict, torch keeps their order, and jax.tree sorts both.
     results = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(call())]) for call in calls.values()]
     for result in results:
         np.testing.assert_allclose(result, results[0], atol=2e-4 * np.abs(results[0]).max())
@@ -101,10 +102,9 @@ def hessians() -> str:
     for name in MODELS:
         in_jax, p, in_torch, tp = losses(name)
         vector, unflatten = ravel_pytree(p)
-        split = [v.numel() for v in tp.values()]
         flat = torch.cat([tp[k].flatten() for k in sorted(tp)])
 
-        def of_vector(v: torch.Tensor, in_torch: Any = in_torch, tp: Any = tp, split: Any = split) -> torch.Tensor:
+        def of_vector(v: torch.Tensor, in_torch: Any = in_torch, tp: Any = tp) -> torch.Tensor:
             named = sorted(tp)
             pieces = v.split([tp[k].numel() for k in named])
             return in_torch({k: piece.reshape(tp[k].shape) for k, piece in zip(named, pieces, strict=True)})
@@ -116,35 +116,33 @@ def hessians() -> str:
             "torch: microtome": (lambda v, f=of_vector: mt.hessian(f, v, 8)[0], (flat,)),
             "torch.func.hessian": (torch.func.hessian(of_vector), (flat,)),
         }
-        parts.append(compare(f"Hessian, {name}, {len(vector)} parameters", "microtome", ways, 5))
+        parts.append(compare(f"Hessian, {name}, {len(vector)} parameters", "microtome", ways, 9))
     return "\n".join(parts)
 
 
 def chunks() -> str:
     """Gradients of each of 512 examples of the MLP, in chunks of 32; and of 500, which leave a remainder."""
+    return "\n".join(map(gradients_of, (512, 500)))
+
+
+def gradients_of(count: int) -> str:
     model, p = MODELS["MLP"]
-    parts = []
-    for count in (512, 500):
-        x, y = np.tile(X, (4, 1))[:count], np.tile(Y, 4)[:count]
-        jp, tp = {k: jnp.asarray(v) for k, v in p.items()}, {k: torch.tensor(v) for k, v in p.items()}
-        one = jax.grad(lambda p, x, y: JAX.loss(model(JAX, p, x[None]), y[None]))
-        tone = torch.func.grad(lambda p, x, y: TORCH.loss(model(TORCH, p, x[None]), y[None]))
-        ours = mt.chunked_vmap(tone, 32, in_dims=(None, 0, 0))
-        args, targs = (jp, jnp.asarray(x), jnp.asarray(y)), (tp, torch.tensor(x), torch.tensor(y))
-        sort = lambda g: {k: g[k] for k in sorted(g)}
-        ways: Ways = {
-            "microtome": (lambda p, x, y: jax_impl.chunked_vmap(one, 32, (None, 0, 0))(p, x, y), args),
-            "powerpax": (lambda p, x, y: powerpax.chunked_vmap(lambda x, y: one(p, x, y), 32)(x, y), args),
-            "jax.lax.map": (lambda p, x, y: jax.lax.map(lambda a: one(p, *a), (x, y), batch_size=32), args),
-            "jax.vmap": (lambda p, x, y: jax.vmap(one, (None, 0, 0))(p, x, y), args),
-            "torch: microtome": (lambda p, x, y, f=ours: sort(f(p, x, y)), targs),
-            "torch.func.vmap": (
-                lambda p, x, y: sort(torch.func.vmap(tone, (None, 0, 0), chunk_size=32)(p, x, y)),
-                targs,
-            ),
-        }
-        parts.append(compare(f"Gradients of {count} examples, MLP, chunks of 32", "microtome", ways))
-    return "\n".join(parts)
+    x, y = np.tile(X, (4, 1))[:count], np.tile(Y, 4)[:count]
+    jp, tp = {k: jnp.asarray(v) for k, v in p.items()}, {k: torch.tensor(v) for k, v in p.items()}
+    one = jax.grad(lambda p, x, y: JAX.loss(model(JAX, p, x[None]), y[None]))
+    torch_one = torch.func.grad(lambda p, x, y: TORCH.loss(model(TORCH, p, x[None]), y[None]))
+    by_torch = torch.func.vmap(torch_one, (None, 0, 0), chunk_size=32)
+    ours = mt.chunked_vmap(torch_one, 32, in_dims=(None, 0, 0))
+    args, torch_args = (jp, jnp.asarray(x), jnp.asarray(y)), (tp, torch.tensor(x), torch.tensor(y))
+    ways: Ways = {
+        "microtome": (jax_impl.chunked_vmap(one, 32, (None, 0, 0)), args),
+        "powerpax": (lambda p, x, y: powerpax.chunked_vmap(lambda x, y: one(p, x, y), 32)(x, y), args),
+        "jax.lax.map": (lambda p, x, y: jax.lax.map(lambda a: one(p, *a), (x, y), batch_size=32), args),
+        "jax.vmap": (jax.vmap(one, (None, 0, 0)), args),
+        "torch: microtome": (ours, torch_args),
+        "torch.func.vmap": (by_torch, torch_args),
+    }
+    return compare(f"Gradients of {count} examples, MLP, chunks of 32", "microtome", ways, 31)
 
 
 def jacobians() -> str:
@@ -167,7 +165,7 @@ def jacobians() -> str:
         "torch: microtome": (lambda v: mt.jacobian(tf, v, batch_size=16)[0], (flat,)),
         "torch.func.jacrev": (torch.func.jacrev(tf, chunk_size=16), (flat,)),
     }
-    return compare(f"Jacobian [16, 10, {len(vector)}], attention, blocks of 16 rows", "microtome", ways)
+    return compare(f"Jacobian [16, 10, {len(vector)}], attention, blocks of 16 rows", "microtome", ways, 21)
 
 
 def scans() -> str:
@@ -190,8 +188,8 @@ def scans() -> str:
     }
     return "\n".join(
         [
-            compare("Every 32nd of 1024 steps", "microtome", sliced),
-            compare("Gradient through 1024 steps", "microtome", checkpointed),
+            compare("Every 32nd of 1024 steps", "microtome", sliced, 15),
+            compare("Gradient through 1024 steps", "microtome", checkpointed, 15),
         ]
     )
 
