@@ -48,6 +48,7 @@ format: $(STAMPS)/dev
 
 bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/slices.py
 
 clean:
 	rm -rf build dist microtome.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,11 +13,12 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from .arguments import Function
-from .execution import Traced
-from .slices import over_slices, write
+from .execution import Traced, as_varying
+from .slices import write
 from .trees import PyTree, as_array, flatten, flatten_with_names, positive, structure
 
 Unflatten: TypeAlias = Callable[[jax.Array], Any]
+Bar: TypeAlias = Callable[[Iterator[Any], int], Iterator[Any]]
 
 
 def jacobian(
@@ -85,7 +86,7 @@ def jacobian(
         Array([[9., 0., 6.],
                [0., 9., 6.]], dtype=float32)
     """
-    matrix = _jacobian(f, x, checkpoint, mode, nbatches, batch_size)
+    matrix = jacobian_matrix(f, x, checkpoint, mode, nbatches, batch_size)
     return matrix.compute(jit, out, progress), matrix.unflatten
 
 
@@ -142,7 +143,7 @@ def hessian(
         Array([[3., 3.],
                [3., 3.]], dtype=float32)
     """
-    matrix = _hessian(f, x, checkpoint, nbatches, batch_size)
+    matrix = hessian_matrix(f, x, checkpoint, nbatches, batch_size)
     return matrix.compute(jit, out, progress), matrix.unflatten
 
 
@@ -179,7 +180,7 @@ def jacobian_blocks(
     """
     if mode == "auto":
         raise ValueError("mode must be 'forward' (blocks of columns) or 'reverse' (blocks of rows), got 'auto'.")
-    return _jacobian(f, x, checkpoint, mode, nbatches, batch_size).blocks(jit, _bar(progress))
+    return jacobian_matrix(f, x, checkpoint, mode, nbatches, batch_size).blocks(jit, progress_bar(progress))
 
 
 def hessian_blocks(
@@ -208,7 +209,7 @@ def hessian_blocks(
         >>> sum(float(abs(rows).sum()) for _, rows in hessian_blocks(lambda x: jnp.sum(x**3), jnp.ones(3), nbatches=3))
         18.0
     """
-    return _hessian(f, x, checkpoint, nbatches, batch_size).blocks(jit, _bar(progress))
+    return hessian_matrix(f, x, checkpoint, nbatches, batch_size).blocks(jit, progress_bar(progress))
 
 
 def hvp(f: Function, x: PyTree, jit: bool = True, checkpoint: bool = False) -> Callable[[PyTree], Any]:
@@ -245,13 +246,13 @@ def hvp(f: Function, x: PyTree, jit: bool = True, checkpoint: bool = False) -> C
         >>> multiply(jnp.array([1.0, 1.0]))
         Array([6., 6.], dtype=float32)
     """
-    matrix = _hessian(f, x, checkpoint, 1, None)
+    matrix = hessian_matrix(f, x, checkpoint, 1, None)
     compiled = _compiler(jit)
     linear = compiled(matrix.linearise)(matrix.x)
     product = compiled(lambda linear, v: linear(v))
 
     def multiply(v: PyTree) -> Any:
-        vector, form = coordinates(v, x, matrix)
+        vector, form = coordinates(v, x)
         return form(product(linear, vector))
 
     return multiply
@@ -294,98 +295,141 @@ def hessian_to_pytree(H: Any, x: PyTree) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
-    """A matrix of derivatives that is computed in blocks.
+class Layout:
+    """How a matrix of derivatives is cut into blocks.
 
-    ``linearise`` gives, at a vector, a linear function that is a pytree; ``block(linear, start, size)`` its values on
-    so many unit vectors. Blocks follow one another along ``axis`` of ``shape``, ``count`` rows or columns in all.
+    The blocks of ``"forward"`` are columns, those of ``"reverse"`` and of a ``"hessian"`` rows.
     """
 
-    x: jax.Array
-    unflatten: Unflatten
-    linearise: Callable[[jax.Array], Any]
-    block: Callable[[Any, Any, int], jax.Array]
-    shape: tuple[int, ...]
-    result_shape: tuple[int, ...]
+    kind: str
+    inputs: int
+    outputs: tuple[int, ...]
     dtype: Any
-    axis: int
+    unit_dtype: Any
     size: int
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return (self.inputs,) * 2 if self.kind == "hessian" else (*self.outputs, self.inputs)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The same with an axis for the rows, where there are any."""
+        return (self.count, self.inputs) if self.kind == "reverse" else self.result_shape
+
+    @property
+    def axis(self) -> int:
+        """The axis of ``shape`` along which blocks follow one another."""
+        return len(self.outputs) if self.kind == "forward" else 0
 
     @property
     def count(self) -> int:
         """The number of rows or columns that blocks are made of."""
-        return self.shape[self.axis]
+        return math.prod(self.outputs) if self.kind == "reverse" else self.inputs
 
-    def whole(self, x: jax.Array) -> jax.Array:
-        """The matrix, its blocks in a loop."""
-        linear = self.linearise(x)
-        if self.size >= self.count:
-            return self.block(linear, 0, self.count).reshape(self.result_shape)
-
-        def step(result: jax.Array, start: Any, size: int) -> jax.Array:
-            return write(result, self.block(linear, start, size), start, self.axis)
-
-        return over_slices(step, jnp.zeros(self.shape, self.dtype), self.count, self.size).reshape(self.result_shape)
+    def block(self, linear: Any, start: Any, size: int) -> jax.Array:
+        """So many rows or columns, from the function that was linearised."""
+        units = jnp.asarray(start + jnp.arange(size)[:, None] == jnp.arange(self.count), self.unit_dtype)
+        if self.kind == "reverse":
+            return jax.vmap(lambda unit: linear(unit)[0])(units.reshape(size, *self.outputs))
+        return jax.vmap(linear, out_axes=-1 if self.axis else 0)(units).astype(self.dtype)
 
     def places(self) -> Iterator[tuple[slice, int]]:
-        """The place of each block, and where to start computing it: one program serves for a shorter last block too."""
+        """The place of each block, and where to start computing it, so that all are of one size."""
         for start in range(0, self.count, self.size):
-            yield slice(start, min(start + self.size, self.count)), min(start, max(self.count - self.size, 0))
+            yield slice(start, min(start + self.size, self.count)), min(start, self.count - self.size)
 
-    def blocks(self, jit: bool, bar: Callable[[Any, int], Any]) -> Iterator[tuple[slice, jax.Array]]:
-        """The blocks, from Python."""
-        compiled = _compiler(jit)
-        linear = compiled(self.linearise)(self.x)
-        block = compiled(lambda linear, start: self.block(linear, start, min(self.size, self.count)))
-        for place, start in bar(self.places(), -(-self.count // self.size)):
-            values = block(linear, start)
-            yield place, jax.lax.slice_in_dim(values, place.start - start, place.stop - start, axis=self.axis)
-
-    def index(self, place: slice) -> Any:
-        """Where the block of this place belongs in an array of ``result_shape``."""
-        if self.shape == self.result_shape:
-            return (*[slice(None)] * self.axis, place)
-        outputs = self.result_shape[:-1]
-        return np.unravel_index(np.arange(place.start, place.stop), outputs) if outputs else (None,)
-
-    def compute(self, jit: bool, out: np.ndarray | None, progress: bool) -> Any:
-        """The matrix, in the way that was asked for."""
-        bar = _bar(progress)
-        if out is None and not progress:
-            return _compiler(jit)(self.whole)(self.x)
-        if isinstance(self.x, jax.core.Tracer):
-            raise TypeError("out and progress need the values of x, which jax.jit traces. Call this outside of it.")
-        if out is None:
-            return jnp.asarray(self.fill(np.empty(self.result_shape, self.dtype), self.blocks(jit, bar)))
-        if not isinstance(out, np.ndarray):
-            raise TypeError(f"out must be a NumPy array or memmap, got a {type(out).__name__}.")
-        if not out.flags.writeable:
-            raise ValueError("out must be writeable. Open a memmap with mode 'r+' or 'w+'.")
-        self.check_out(out.shape, out.dtype, np.dtype(self.dtype))
-        return self.fill(out, self.blocks(jit, bar))
-
-    def check_out(self, shape: tuple[int, ...], dtype: Any, expected: Any) -> None:
+    def check_out(self, shape: tuple[int, ...], dtype: str) -> None:
         """Raise an error where ``out`` is not of the shape and dtype of the result."""
-        if tuple(shape) != self.result_shape:
-            raise ValueError(f"out must have the shape of the result, {self.result_shape}, got {tuple(shape)}.")
-        if dtype != expected:
-            raise TypeError(f"out must have the dtype of the result, {expected}, got {dtype}.")
+        if shape != self.result_shape:
+            raise ValueError(f"out must have the shape of the result, {self.result_shape}, got {shape}.")
+        if dtype != self.dtype.name:
+            raise TypeError(f"out must have the dtype of the result, {self.dtype.name}, got {dtype}.")
 
     def fill(self, out: Any, blocks: Iterator[tuple[slice, Any]]) -> Any:
         """Write the blocks into ``out``; an error carries a note of how far it went."""
         done = 0
         try:
             for place, block in blocks:
-                out[self.index(place)] = np.asarray(block)
+                out[self._index(place)] = block
                 done = place.stop
         except BaseException as error:
-            kind = "columns" if self.axis else "rows"
+            kind = "columns" if self.kind == "forward" else "rows"
             error.add_note(f"out is incomplete: {done} of {self.count} {kind} were written.")
             raise
         return out
 
+    def _index(self, place: slice) -> Any:
+        if self.shape == self.result_shape:
+            return (*[slice(None)] * self.axis, place)
+        outputs = self.result_shape[:-1]
+        return np.unravel_index(np.arange(place.start, place.stop), outputs) if outputs else (None,)
 
-def _hessian(f: Function, x: PyTree, checkpoint: bool, nbatches: int, batch_size: int | None) -> Matrix:
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A matrix of derivatives: ``linearise`` gives, at the vector ``x``, a linear function that is a pytree."""
+
+    x: jax.Array
+    unflatten: Unflatten
+    linearise: Callable[[jax.Array], Any]
+    layout: Layout
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """The matrix, its blocks in a loop."""
+        layout, linear = self.layout, self.linearise(x)
+        if layout.size >= layout.count:
+            return layout.block(linear, 0, layout.count).reshape(layout.result_shape)
+
+        # Where sizes do not fit, the last block starts earlier and repeats some rows, so that one program serves for
+        # all blocks: compiling is most of the time of a single call.
+        put = jax.lax.dynamic_update_slice_in_dim if layout.count % layout.size else write
+
+        def step(result: jax.Array, start: Any) -> jax.Array:
+            return put(result, layout.block(linear, start, layout.size), start, layout.axis)
+
+        starts = jnp.asarray([start for _, start in layout.places()], jnp.int32)
+        empty = as_varying(lambda result: step(result, starts[0]), jnp.zeros(layout.shape, layout.dtype))
+        result, _ = jax.lax.scan(lambda result, start: (step(result, start), None), empty, starts)
+        return result.reshape(layout.result_shape)
+
+    def blocks(self, jit: bool, bar: Bar) -> Iterator[tuple[slice, jax.Array]]:
+        """The blocks, from Python."""
+        layout, compiled = self.layout, _compiler(jit)
+        linear = compiled(self.linearise)(self.x)
+        block = compiled(lambda linear, start: layout.block(linear, start, layout.size))
+        for place, start in bar(layout.places(), -(-layout.count // layout.size)):
+            values = block(linear, start)
+            yield place, jax.lax.slice_in_dim(values, place.start - start, place.stop - start, axis=layout.axis)
+
+    def compute(self, jit: bool, out: np.ndarray | None, progress: bool) -> Any:
+        """The matrix, in the way that was asked for."""
+        bar = progress_bar(progress)
+        if out is None and not progress:
+            return _compiler(jit)(self.whole)(self.x)
+        if isinstance(self.x, jax.core.Tracer):
+            raise TypeError("out and progress need the values of x, which jax.jit traces. Call this outside of it.")
+        if out is None:
+            return jnp.asarray(self._fill(np.empty(self.layout.result_shape, self.layout.dtype), jit, bar))
+        check_array(out)
+        self.layout.check_out(out.shape, out.dtype.name)
+        return self._fill(out, jit, bar)
+
+    def _fill(self, out: np.ndarray, jit: bool, bar: Bar) -> np.ndarray:
+        return self.layout.fill(out, ((place, np.asarray(block)) for place, block in self.blocks(jit, bar)))
+
+
+def check_array(out: Any) -> None:
+    """Raise an error unless ``out`` is an array of NumPy's that can be written to."""
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be a NumPy array or memmap, got a {type(out).__name__}.")
+    if not out.flags.writeable:
+        raise ValueError("out must be writeable. Open a memmap with mode 'r+' or 'w+'.")
+
+
+def hessian_matrix(f: Function, x: PyTree, checkpoint: bool, nbatches: int, batch_size: int | None) -> Matrix:
+    """The Hessian, to be computed; arguments are checked."""
     fun, output, vector, unflatten = _flat(f, x, checkpoint)
     if output.shape or not jnp.issubdtype(output.dtype, jnp.floating):
         raise TypeError(
@@ -393,16 +437,14 @@ def _hessian(f: Function, x: PyTree, checkpoint: bool, nbatches: int, batch_size
             "Reduce it, for instance by a sum."
         )
     n = len(vector)
-    size = _size(n, n, nbatches, batch_size)
-
-    def block(linear: Any, start: Any, size: int) -> jax.Array:
-        return jax.vmap(linear)(_units(start, size, n, vector.dtype))
-
-    linearise = lambda v: jax.linearize(jax.grad(fun), v)[1]
-    return Matrix(vector, unflatten, linearise, block, (n, n), (n, n), vector.dtype, 0, size)
+    layout = Layout("hessian", n, (), vector.dtype, vector.dtype, _size(n, n, nbatches, batch_size))
+    return Matrix(vector, unflatten, lambda v: jax.linearize(jax.grad(fun), v)[1], layout)
 
 
-def _jacobian(f: Function, x: PyTree, checkpoint: bool, mode: str, nbatches: int, batch_size: int | None) -> Matrix:
+def jacobian_matrix(
+    f: Function, x: PyTree, checkpoint: bool, mode: str, nbatches: int, batch_size: int | None
+) -> Matrix:
+    """The Jacobian, to be computed; arguments are checked."""
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f"mode must be 'auto', 'forward' or 'reverse', got {mode!r}.")
     fun, output, vector, unflatten = _flat(f, x, checkpoint)
@@ -411,24 +453,16 @@ def _jacobian(f: Function, x: PyTree, checkpoint: bool, mode: str, nbatches: int
     is_complex = jnp.issubdtype(output.dtype, jnp.complexfloating)
     if is_complex and mode == "reverse":
         raise TypeError(f"f returns {output.dtype.name}, whose rows have no reverse mode. Use mode='forward'.")
-    n, m, shape = len(vector), math.prod(output.shape), output.shape
+    n, m = len(vector), math.prod(output.shape)
     reverse = mode == "reverse" or (mode == "auto" and m < n and not is_complex)
-    dtype = output.dtype if is_complex else vector.dtype
     # What nbatches may be does not depend on what "auto" decides.
     size = _size(m if reverse else n, m if mode == "reverse" else n, nbatches, batch_size)
-
-    def columns(linear: Any, start: Any, size: int) -> jax.Array:
-        return jax.vmap(linear, out_axes=-1)(_units(start, size, n, vector.dtype)).astype(dtype)
-
-    def rows(linear: Any, start: Any, size: int) -> jax.Array:
-        units = _units(start, size, m, output.dtype).reshape(size, *shape)
-        return jax.vmap(lambda unit: linear(unit)[0])(units)
-
+    dtype = output.dtype if is_complex else vector.dtype
     if reverse:
-        pull = lambda v: jax.vjp(fun, v)[1]
-        return Matrix(vector, unflatten, pull, rows, (m, n), (*shape, n), dtype, 0, size)
-    push = lambda v: jax.linearize(fun, v)[1]
-    return Matrix(vector, unflatten, push, columns, (*shape, n), (*shape, n), dtype, len(shape), size)
+        layout = Layout("reverse", n, output.shape, dtype, output.dtype, size)
+        return Matrix(vector, unflatten, lambda v: jax.vjp(fun, v)[1], layout)
+    layout = Layout("forward", n, output.shape, dtype, vector.dtype, size)
+    return Matrix(vector, unflatten, lambda v: jax.linearize(fun, v)[1], layout)
 
 
 def _flat(f: Function, x: PyTree, checkpoint: bool) -> tuple[Function, Any, jax.Array, Unflatten]:
@@ -475,17 +509,13 @@ def _size(count: int, most: int, nbatches: int, batch_size: int | None) -> int:
     return max(-(-count // nbatches), 1)
 
 
-def _units(start: Any, size: int, count: int, dtype: Any) -> jax.Array:
-    """The unit vectors from number ``start`` on, as rows."""
-    return jnp.asarray(start + jnp.arange(size)[:, None] == jnp.arange(count), dtype)
-
-
 def _compiler(jit: bool) -> Callable[[Function], Function]:
     return jax.jit if jit else lambda fun: fun
 
 
-def coordinates(v: PyTree, x: PyTree, matrix: Matrix) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+def coordinates(v: PyTree, x: PyTree) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     """A vector to multiply with, and how to bring the product into the form that it was given in."""
+    like, unflatten = ravel_pytree(x)
     named, treedef = flatten_with_names(v, "v")
     arrays = [as_array(leaf, name, "") for name, leaf in named]
     for (name, _), leaf in zip(named, arrays, strict=True):
@@ -494,20 +524,20 @@ def coordinates(v: PyTree, x: PyTree, matrix: Matrix) -> tuple[jax.Array, Callab
     as_tree = treedef == structure(x)
     expected = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
     if as_tree and [leaf.shape for leaf in arrays] == expected:
-        vector = ravel_pytree([leaf.astype(matrix.x.dtype) for leaf in arrays])[0]
-        return vector.astype(matrix.x.dtype), matrix.unflatten
-    if len(arrays) == 1 and treedef == structure(0) and arrays[0].shape == matrix.x.shape:
-        return arrays[0].astype(matrix.x.dtype), lambda product: product
+        pieces = [leaf.astype(like.dtype).ravel() for leaf in arrays]
+        return jnp.concatenate(pieces) if pieces else like, unflatten
+    if len(arrays) == 1 and treedef == structure(0) and arrays[0].shape == like.shape:
+        return arrays[0].astype(like.dtype), lambda product: product
     if not as_tree:
-        raise ValueError(f"v must be a tree like x, {structure(x)}, or a vector of {len(matrix.x)}, got {treedef}.")
+        raise ValueError(f"v must be a tree like x, {structure(x)}, or a vector of {len(like)}, got {treedef}.")
     wrong = next((n, leaf, e) for (n, _), leaf, e in zip(named, arrays, expected, strict=True) if leaf.shape != e)
     raise ValueError(
-        f"v must have the shapes of x, or be a vector of {len(matrix.x)}: {wrong[0]} has {wrong[1].shape}, x has "
+        f"v must have the shapes of x, or be a vector of {len(like)}: {wrong[0]} has {wrong[1].shape}, x has "
         f"{wrong[2]} there."
     )
 
 
-def _bar(progress: bool) -> Callable[[Any, int], Any]:
+def progress_bar(progress: bool) -> Bar:
     """What shows the progress of an iteration with so many steps."""
     if not progress:
         return lambda iterator, total: iterator

@@ -57,6 +57,32 @@ def test_private_digits(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_hessian_spectrum(tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "spectrum.png"
+    small = ("--hidden", "4", "--examples", "60", "--steps", "60", "--batch-size", "50")
+    result = run("hessian_spectrum.py", *small, "--output", picture)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("Hessian (118, 118)") == 2
+    assert "3/3" in result.stderr  # the bar
+    before, after = (number(rf"^{when} training: loss (\S+),", result.stdout) for when in ("before", "after"))
+    assert after < before
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_recurrent_simulation(tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "memory.png"
+    small = ("--steps", "900", "--pendulums", "4", "--updates", "100")
+    result = run("recurrent_simulation.py", *small, "--output", picture)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert number(r"relative error (\S+)$", result.stdout) < 1e-5
+    assert number(r"^  stiffness +(\S+) ", result.stdout) == pytest.approx(4.0, rel=0.05)
+    used = {int(s): float(kb) for s, kb in re.findall(r"chunks of +(\d+) steps +([\d.]+) kB", result.stdout)}
+    assert used[30] < min(used[1], used[900]) / 5
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.fixture(scope="module")
 def private_digits() -> ModuleType:
     spec = importlib.util.spec_from_file_location("private_digits", EXAMPLES / "private_digits.py")

@@ -2,6 +2,7 @@
 
 from ..bridge import as_jax, as_torch, jax_function, lift, to_jax, to_torch
 from ..jax_impl import Aux, Static
+from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .chunking import chunked_vmap
 from .microbatching import (
     AccumulationType,
@@ -25,6 +26,12 @@ __all__ = [
     "assign_grads",
     "checkpoint_chunked_scan",
     "chunked_vmap",
+    "hessian",
+    "hessian_blocks",
+    "hessian_to_pytree",
+    "hvp",
+    "jacobian",
+    "jacobian_blocks",
     "jax_function",
     "lift",
     "micro_grad",
