@@ -38,6 +38,7 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
     Compiled once for each signature: structure, dtypes and shapes of the arguments, values of the static ones (ints,
     bools, strings, None, floats), and what the function captures. Tensors that torch functions inside capture are
     inputs of the program, read at each call, and receive gradients. The computation runs on the tensors' device.
+    64-bit types are on, so that dtypes are torch's: JAX code that makes arrays of its own gets 64-bit ones by default.
 
     Args:
         jax_fun: a function of pytrees of arrays, such as ``jax.grad(as_jax(loss))`` or a JAX library's.
@@ -46,10 +47,12 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
 
     Returns:
         The torch callable, with the signature of ``jax_fun``. Outputs carry a ``grad_fn`` when an input or a captured
-        tensor requires grad; the backward pass is compiled too, and can be differentiated again.
+        tensor requires grad; the backward pass is compiled too, and can be differentiated again. ``torch.func``, dual
+        numbers and batched backward passes work around it; they start from the inputs, with no residuals.
 
     Raises:
         TypeError, ValueError: for tensors that XLA cannot take, on mixed devices, or on a device without a JAX backend.
+        IndexError: on the CPU, for an index out of range in a torch function.
 
     >>> import torch
     >>> from microtome.bridge import as_torch
