@@ -15,6 +15,7 @@ import array
 import collections
 import contextvars
 import dataclasses
+import dis
 import enum
 import functools
 import inspect
@@ -396,7 +397,27 @@ def _names(code: types.CodeType) -> frozenset[str]:
     """Every name that the code and the functions defined in it look up, ``getattr(x, "name")`` included."""
     inner = (_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
     strings = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
-    return frozenset(code.co_names).union(strings, *inner)
+    own = set(code.co_names)
+    if "getattr" in own and not _makes_names(code):
+        own.remove("getattr")
+    return frozenset(own).union(strings, *inner)
+
+
+def _makes_names(code: types.CodeType) -> bool:
+    """Whether some ``getattr`` is called with a name that is not written out."""
+    written = True
+    for instruction in dis.get_instructions(code):
+        if instruction.argval == "getattr":
+            if not written:
+                return True
+            written = False
+        elif instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
+            written = instruction.argval.isidentifier()
+        elif instruction.opname in ("BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE", "BINARY_OP") and written:
+            written = False
+        elif instruction.opname.startswith("CALL") and not written:
+            return True
+    return not written
 
 
 def _type(x: Any) -> Any:

@@ -398,7 +398,13 @@ def _run(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
 def _run_now(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
     if "compiled" not in program.__dict__:
         program.compiled = jax.jit(program.run)
-    return program.compiled(*arrays)
+    with enable_x64():
+        return program.compiled(*arrays)
+
+
+def _lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+    with enable_x64():  # what a lowered function calls in its turn is lowered here too
+        return mlir.lower_fun(_run, multiple_results=True)(ctx, *args, **params)
 
 
 def _abstract(*avals: Any, program: Any, linear: int = 0) -> list[Any]:
@@ -433,7 +439,7 @@ for _primitive in (torch_call_p, torch_linear_p):
     _primitive.def_abstract_eval(_abstract)
     ad.primitive_jvps[_primitive] = _jvp
     batching.primitive_batchers[_primitive] = _batch
-    mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
+    mlir.register_lowering(_primitive, _lowering)
 ad.primitive_transposes[torch_linear_p] = _transpose
 
 

@@ -64,7 +64,8 @@ class Watched:
         effects: list[Effect] = []
         updates: list[tuple[torch.Tensor, torch.Tensor]] = []
         refused: list[str] = []
-        for place, key, old, new in list(self._changes()):
+        # Lists first: an attribute that held one may be judged by what stands in it.
+        for place, key, old, new in sorted(self._changes(), key=lambda change: not change[0].is_sequence):
             kept = _ends_as(old, new, place)
             if kept is _UPDATE:
                 updates.append((old, new))
@@ -115,6 +116,8 @@ def _ends_as(old: Any, new: Any, place: Place) -> Any:
     if isinstance(old, torch.nn.Parameter) and place.is_sequence:  # mirrors parameters, such as an RNN's flat weights
         return _BACK
     if isinstance(old, list) and old and all(isinstance(x, torch.nn.Parameter) for x in old):
+        return _BACK
+    if place.is_library and not isinstance(new, torch.Tensor):
         return _BACK
     if _is_buffer(old) and isinstance(new, torch.Tensor) and _form(old) == _form(new):
         return _UPDATE

@@ -1208,8 +1208,14 @@ def test_one_transform_within_another():
     x, w = data(4, 3, 2), data(2, seed=1)
     inner = lambda rows: mt.micro_vmap(lambda r: (r * w).sum().sin(), microbatch_size=2)(rows).sum()
     outer = mt.micro_vmap(inner, microbatch_size=3)
-    with pytest.raises(TypeError):  # a torch callable of compiled code cannot be traced again
-        outer(x)
+    expected = torch.stack([inner_plain(rows, w) for rows in x])
+    assert_same(outer(x), expected)
+    got = mt.micro_grad(lambda p, rows: mt.micro_vmap(lambda r: (r * p).sum().sin(), microbatch_size=1)(rows[0]).sum())
+    assert_same(got(w, x)[0], torch.func.grad(lambda p: sum(inner_plain(rows, p) for rows in x))(w))
+
+
+def inner_plain(rows, w):
+    return torch.stack([(r * w).sum().sin() for r in rows]).sum()
 
 
 # --- memory of torch ------------------------------------------------------------------------------------------------
