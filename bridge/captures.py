@@ -41,7 +41,7 @@ _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MANY_FIELDS = 256
 # Code that mentions one of these may read any attribute of an object.
-_BY_NAME = frozenset({"vars", "__dict__", "getattr", "asdict", "astuple", "fields", "attrgetter", "format", "eval"})
+_BY_NAME = frozenset({"vars", "__dict__", "getattr", "asdict", "astuple", "fields", "attrgetter"})
 _LONG = 10_000  # a longer list is data, not configuration: told apart by identity
 
 SOURCE = "__microtome_source__"
@@ -371,7 +371,8 @@ class Walk:
 
 
 def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
+    # A constructor names all attributes, also those that nothing reads later.
+    return name.startswith("__") and name.endswith("__") and name not in ("__init__", "__new__", "__repr__", "__del__")
 
 
 def _is_simple(value: Any, depth: int) -> bool:
@@ -405,19 +406,23 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 def _makes_names(code: types.CodeType) -> bool:
     """Whether some ``getattr`` is called with a name that is not written out."""
-    written = True
+    pending = written = False
     for instruction in dis.get_instructions(code):
         if instruction.argval == "getattr":
-            if not written:
+            if pending:
                 return True
-            written = False
+            pending, written = True, False
+        elif not pending:
+            continue
         elif instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
             written = instruction.argval.isidentifier()
-        elif instruction.opname in ("BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE", "BINARY_OP") and written:
-            written = False
-        elif instruction.opname.startswith("CALL") and not written:
+        elif instruction.opname in ("BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE", "BINARY_OP"):
             return True
-    return not written
+        elif instruction.opname.startswith("CALL"):
+            if not written:
+                return True
+            pending = False
+    return pending
 
 
 def _type(x: Any) -> Any:
