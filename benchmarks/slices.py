@@ -220,11 +220,13 @@ def plot(path: pathlib.Path) -> None:
 
 def main() -> None:
     """Run all, print, save."""
-    text = "\n".join(part() for part in (chunks, scans, hessians, jacobians))
-    print(text)
+    parts = []
+    for part in (chunks, scans, jacobians, hessians):
+        parts.append(part())
+        print(parts[-1], flush=True)
     folder = pathlib.Path("build")
     folder.mkdir(exist_ok=True)
-    (folder / "slices.md").write_text(text)
+    (folder / "slices.md").write_text("\n".join(parts))
     plot(folder / "slices.png")
     print(f"saved {folder / 'slices.md'} and {folder / 'slices.png'}")
 
