@@ -16,6 +16,7 @@ from torch import nn
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch, lift
+from microtome.bridge import autograd as autograd_internals
 from microtome.bridge import calling as calling_internals
 
 
@@ -32,7 +33,8 @@ def _counts() -> dict[str, int]:
     gc.collect()
     return {
         "arrays of JAX": len(jax.live_arrays()),
-        "programs": len(calling_internals._PROGRAMS),
+        "programs": len(autograd_internals._PROGRAMS),
+        "known calls": len(calling_internals._KNOWN),
         "executables": len(jax.devices("cpu")[0].client.live_executables()),
         "tensors": sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor)),
     }

@@ -19,17 +19,8 @@ Fun = Callable[[torch.Tensor], torch.Tensor]
 D = torch.distributions
 
 # What fails today, with the reason: an entry that no longer fails is reported and has to go.
-_NEW = "torch.Tensor.new takes a shape for data: one number is drawn for all"
-_DRAWS_WRONG = {"Exponential": _NEW, "Laplace": _NEW}
-_SEED = "seeds set inside are ignored in silence"
-_FIXED_WRONG = dict.fromkeys(("manual_seed", "fork_rng", "default_generator"), _SEED)
-_ROW = "a draw under a derivative of JAX is refused, as if it were mapped over rows"
-_ONE_MASK_WRONG = {
-    "hessian": _ROW,
-    "forward over reverse": _ROW,
-    "reverse over reverse": _ROW,
-    "torch.func": "a call does not take part in torch.func",
-}
+_FIXED_WRONG = {"default_generator": "a seed given to the default generator inside is ignored in silence"}
+_ONE_MASK_WRONG = {"torch.func": "jacrev maps the backward pass, whose mask counts as a draw within vmap"}
 # One or two of each family run always, the others with the slow sweeps.
 _QUICK = frozenset(
     (
@@ -49,13 +40,16 @@ def _through(fun: Any) -> Any:
     return as_torch(as_jax(fun))
 
 
-def _params(table: Any, known: dict[str, str], sweep: bool = False) -> list[Any]:
+def _params(table: Any, known: dict[str, str]) -> list[Any]:
     names = list(table)
     assert known.keys() <= set(names), known.keys() - set(names)
-    marks = {name: pytest.mark.xfail(reason=why) for name, why in known.items()}
-    if sweep:
-        marks |= {name: pytest.mark.slow for name in names if name not in _QUICK}
-    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(reason=known[name])) if name in known else name for name in names
+    ]
+
+
+def _sweep(table: Any) -> list[Any]:
+    return [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in table]
 
 
 _LAYER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
@@ -144,7 +138,7 @@ def _x() -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*weights is not None:UserWarning")
-@pytest.mark.parametrize("name", _params(DRAWS, _DRAWS_WRONG, sweep=True))
+@pytest.mark.parametrize("name", _sweep(DRAWS))
 def test_a_draw_is_new_in_each_call_repeats_by_seed_and_has_torchs_distribution(name: str) -> None:
     fun, x = DRAWS[name], _x()
     call = _through(fun)
@@ -296,9 +290,7 @@ def test_seeds_and_generators_inside_are_honoured_or_refused(name: str) -> None:
     assert torch.equal(results[1], results[2]) == repeats
 
 
-@pytest.mark.parametrize(
-    "name", _params([n for n in FIXED if n != "seed of the system"], {"fork_rng": "the call draws a key from it"})
-)
+@pytest.mark.parametrize("name", [n for n in FIXED if n != "seed of the system"])
 def test_the_generator_outside_is_where_torch_would_leave_it_or_where_it_was(name: str) -> None:
     fun, x = FIXED[name][0], torch.zeros(3)
     torch.manual_seed(3)
@@ -354,7 +346,6 @@ def test_forward_and_backward_share_a_mask() -> None:
         torch.testing.assert_close(h * 3, g.detach())
 
 
-@pytest.mark.xfail(reason=_ROW)
 def test_value_and_gradient_share_a_mask() -> None:
     value, grad = lift(jax.value_and_grad)(lambda x: (F.dropout(x) * x).sum())(torch.full((64,), 3.0))
     torch.testing.assert_close(value, (grad * 3 / 2).sum())
@@ -389,7 +380,6 @@ def test_a_hessian_has_one_mask_and_the_next_one_another(name: str) -> None:
     assert not torch.allclose(one, two)
 
 
-@pytest.mark.xfail(reason=_ROW)
 def test_the_columns_of_a_jacobian_share_a_mask() -> None:
     x = torch.ones(16)
     for transform in (jax.jacfwd, jax.jacrev):
@@ -398,10 +388,7 @@ def test_the_columns_of_a_jacobian_share_a_mask() -> None:
         assert set(matrix.unique().tolist()) == {0.0, 2.0}
 
 
-_TWICE = "one function draws the same in each of its calls"
-
-
-@pytest.mark.xfail(reason=_TWICE)
+@pytest.mark.xfail(reason="one function draws the same in each of its calls")
 def test_a_function_that_a_transform_calls_twice_draws_twice() -> None:
     """An average over several masks, say: were they all one, the average would say nothing."""
     differ = lift(lambda f: lambda x: f(x) - f(x))(lambda x: F.dropout(x))
@@ -426,7 +413,7 @@ def _per_example() -> dict[str, Fun]:
     }
 
 
-@pytest.mark.parametrize("name", _params(_per_example(), {}, sweep=True))
+@pytest.mark.parametrize("name", _sweep(_per_example()))
 def test_each_example_draws_its_own_whatever_the_microbatch(name: str) -> None:
     fun, x, results = _per_example()[name], torch.ones(5, 16), []
     for size, partition in ((None, "strided"), (2, "contiguous")):

@@ -214,13 +214,9 @@ ELSEWHERE: dict[str, Callable[[], Any]] = {
     "numbers of torch": lambda: _own_random(lambda: torch.rand(1).item()),
     "width of integers in jax": lambda: str(jax.numpy.arange(3).dtype) == "int32",
 }
-_PATCHED = "a trace replaces parts of torch for all threads"
 _ELSEWHERE_WRONG = dict.fromkeys(
-    (
-        *("backward", "torch.autograd.backward", "distributions check their arguments", "reentrant checkpoint"),
-        *("torch.func", "mkldnn", "fast path of attention", "flash attention"),
-    ),
-    _PATCHED,
+    ("distributions check their arguments", "mkldnn", "fast path of attention", "flash attention"),
+    "a trace turns switches of torch for all threads",
 )
 
 
