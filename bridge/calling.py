@@ -15,18 +15,20 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .captures import Walk, forked_child, path_name, surroundings, written_count
+from .captures import Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
 from .compilation import Outline, Root, outline
-from .errors import TraceError, located, user_line
+from .errors import FloatsAreStatic, TraceError, located, user_line
 from .interception import is_traced_tensor, recording
 from .side_effects import write
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
+from .versions import weak_float
 
 _MADE = "__microtome_made__"
 _CACHE_SIZE = 256
 _MANY = 32  # compilations of one function after which a warning names it
-
+# Functions that need the values of the floats among their arguments, by their key and the arguments' structure.
+_STATIC_FLOATS: collections.OrderedDict[Any, None] = collections.OrderedDict()
 # What is known of a call before it runs, and the captured tensors that only its trace met.
 _KNOWN: collections.OrderedDict[Any, tuple[Outline, list[weakref.ref[torch.Tensor]]]] = collections.OrderedDict()
 _COMPILED: collections.Counter[Any] = collections.Counter()
@@ -114,19 +116,42 @@ def _prepare(
             "make_fx, torch.export and torch.func.linearize cannot look into a compiled call, and would take its "
             "result for a constant. Use torch.func.jvp or vjp, or leave the call out of what they trace."
         )
-    leaves, structure = Structure.split(to_jax_tree((args, kwargs)), _moves)
+    tree = to_jax_tree((args, kwargs))
+    if any(type(leaf) is float for leaf in jax.tree.leaves(tree)) and not is_traced(jax_fun) and recording() is None:
+        subject = Walk(jax_fun).key, jax.tree.structure(tree)
+        if subject not in _STATIC_FLOATS:
+            try:
+                return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, _moves_or_is_float))
+            except (FloatsAreStatic, jax.errors.JAXTypeError):
+                _STATIC_FLOATS[subject] = None
+                if len(_STATIC_FLOATS) > _CACHE_SIZE:
+                    _STATIC_FLOATS.popitem(last=False)
+    return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, _moves))
+
+
+def _prepare_as(
+    jax_fun: Callable[..., Any],
+    recompute: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    split: tuple[list[Any], Structure],
+) -> tuple[Root, list[torch.Tensor]]:
+    leaves, structure = split
     if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
         _check_arguments(jax_fun, args, kwargs)
-    arguments = list(map(_tensor, leaves))
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    arguments = [_tensor(leaf, device) for leaf in leaves]
+    floats = tuple(i for i, leaf in enumerate(leaves) if type(leaf) is float)
     walk = Walk(jax_fun, structure.fixed)
-    fixed = structure.treedef, structure.moves, recompute, surroundings()
+    fixed = structure.treedef, structure.moves, floats, recompute, surroundings()
 
     def body(*arrays: Any) -> Any:
-        args, kwargs = structure.join(arrays)
+        args, kwargs = structure.join(weak_float(a) if i in floats else a for i, a in enumerate(arrays))
         return jax_fun(*args, **kwargs)
 
     def prepared(hidden: list[torch.Tensor]) -> tuple[Root, list[torch.Tensor]]:
         root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk.places, recompute)
+        root.has_floats = bool(floats)
         return root, root.inputs
 
     grad = torch.is_grad_enabled()
@@ -139,7 +164,7 @@ def _prepare(
             if recording() is None:
                 _check_arguments(jax_fun, args, kwargs)
                 _check_captured(walk)
-            written = written_count()
+            containers, written = WrittenContainers(walk), written_count()
             hidden = []
             while True:
                 root, tensors = prepared(hidden)
@@ -148,6 +173,7 @@ def _prepare(
                 if not seen.missing:
                     break
                 hidden += seen.missing
+            containers.remember()
             if written_count() != written:  # the key leaves out now what the function was seen to write to
                 walk = Walk(jax_fun, structure.fixed)
                 signature = walk.key, *signature[1:]
@@ -209,9 +235,15 @@ def _moves(leaf: Any) -> bool:
     return isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray))
 
 
-def _tensor(leaf: Any) -> torch.Tensor:
+def _moves_or_is_float(leaf: Any) -> bool:
+    return type(leaf) is float or _moves(leaf)
+
+
+def _tensor(leaf: Any, device: torch.device | None) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
+    if type(leaf) is float:
+        return torch.tensor(leaf, dtype=torch.float64, device=device)
     return array_to_tensor(leaf) if isinstance(leaf, jax.Array) else torch.as_tensor(leaf)
 
 

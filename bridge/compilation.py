@@ -58,6 +58,7 @@ class Root(Flat):
         self.body, self.count, self.recompute, self.places = body, len(arguments), recompute, places
         self.inputs = [*arguments, *captured]
         self.device = common_device(self.inputs)
+        self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.outline: Outline | None = None
 
     @property
@@ -66,7 +67,7 @@ class Root(Flat):
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
-        call.key = key
+        call.key, call.has_floats = key, self.has_floats
         call.tensors.update({id(t): a for t, a in captured})
         call.enter_body()
         outputs, call.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)

@@ -37,6 +37,7 @@ class Call:
     effects: list[Effect] = dataclasses.field(default_factory=list)
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     draws: bool = False
+    has_floats: bool = False  # Python floats among the arguments are inputs
     failures: Any = None  # where checks of indices report
     shape: Any = None  # the structure of the results
     moving: list[bool] = dataclasses.field(default_factory=list)  # which outputs depend on a needed input

@@ -54,6 +54,10 @@ def _frames(frame: types.FrameType | None) -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
+class FloatsAreStatic(Exception):
+    """A torch function was given a float that a program takes as data: it needs the Python number."""
+
+
 class WrittenArgument(TraceError):
     """The function writes in place to the tensor argument of this number."""
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from .captures import SOURCE, Walk, WrittenContainers, generator_states, surroundings
 from .context import Call, current_call
 from .differentiation import Source, TorchFunction
-from .errors import TraceError, WrittenArgument, frozen_number, is_raised_by_jax, user_line
+from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number, is_raised_by_jax, user_line
 from .graph import Meta
 from .interception import is_traced_tensor
 from .side_effects import Effect, Watched
@@ -155,6 +155,8 @@ class _Traced:
             leaves, structure = Structure.split(tree, is_array)
             arrays = list(map(jnp.asarray, leaves))
             outer = current_call()
+            if outer is not None and outer.has_floats and any(a.weak_type and a.ndim == 0 for a in arrays):
+                raise FloatsAreStatic
             device = torch.device("cpu") if outer is None else outer.device
             metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
             walk = Walk(self.torch_fun, structure.fixed)

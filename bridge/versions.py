@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["enable_x64", "mapping_trace", "native_export", "native_import"]
+__all__ = ["enable_x64", "mapping_trace", "native_export", "native_import", "weak_float"]
 
 
 def enable_x64() -> AbstractContextManager[None]:
@@ -33,6 +33,13 @@ def mapping_trace() -> object:
         return trace
     except AttributeError:
         return object()  # equal to no other: nothing is known
+
+
+def weak_float(value: jax.Array) -> jax.Array:
+    """A float64 scalar that takes part in promotion as a Python float does."""
+    convert: Any = importlib.import_module("jax._src.lax.lax")._convert_element_type
+    result: jax.Array = convert(value, weak_type=True)
+    return result
 
 
 def _native(name: str) -> Callable[..., Any] | None:

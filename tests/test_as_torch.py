@@ -592,3 +592,42 @@ def test_what_the_function_does_not_read_traces_nothing() -> None:
         _through(lambda y: trainer.inner(y) * 2 + trainer.weight.sum())(x)
         trainer.unread = step
     assert counts == [counts[0]] * 4
+
+
+def test_floats_are_inputs_where_the_function_allows_it() -> None:
+    x = torch.ones(3)
+    call = as_torch(lambda x, c: (traces.append(1), x * c)[1])
+    for c in (0.5, 0.25, 0.1):
+        assert torch.equal(call(x, c), x * c)
+        assert call(x.bfloat16(), c).dtype == torch.bfloat16  # a Python float does not promote
+    assert len(traces) == 2
+    branches = as_torch(lambda x, c: x if c > 0.3 else -x)
+    assert torch.equal(branches(x, 0.5), x)
+    assert torch.equal(branches(x, 0.1), -x)
+    inside = as_torch(lambda x, c: as_jax(lambda a, b: a * b if b > 0.3 else a)(x.astype(int), c))
+    assert torch.equal(inside(x, 0.5), torch.full((3,), 0.5))
+    assert torch.equal(inside(x, 0.1), torch.ones(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("index", [3, -4])
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, i: x[i],
+        lambda x, i: x.index_select(0, i.abs()),
+        lambda x, i: x.clone().index_put_((i,), torch.ones(1, 2)),
+        lambda x, i: x[:, None].expand(3, 1, 2).sum(1)[i],
+        lambda x, i: torch.take(x, i * 2),
+        lambda x, i: x.gather(0, i.abs()[:, None]),
+        lambda x, i: torch.nn.functional.embedding(i.abs(), x),
+    ],
+    ids=["index", "one axis", "written", "after a view", "take", "gather", "embedding"],
+)
+def test_an_index_out_of_range_raises_as_in_torch(fun: Any, index: int) -> None:
+    x, i = torch.arange(6.0).reshape(3, 2), torch.tensor([index])
+    with pytest.raises(IndexError, match=r"test_as_torch\.py:\d+: index -?\d+ is out of range"):
+        _through(fun)(x, i)
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(IndexError):
+        _through(fun)(leaf, i)
+    assert torch.equal(_through(lambda x, i: x[i])(x, torch.tensor([-3, 2])), x[[0, 2]])
