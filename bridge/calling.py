@@ -38,7 +38,8 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
     """A JAX callable as a torch callable: ``to_torch(jax.jit(jax_fun)(*to_jax(args)))``, and part of torch's autograd.
 
     Compiled once for each signature: structure, dtypes and shapes of the arguments, values of the static ones (ints,
-    bools, strings, None, floats), and what the function captures. Tensors that torch functions inside capture are
+    bools, strings, None), and what the function captures. Floats are inputs, unless the function branches on one or
+    hands it to torch code: then they are static too. Tensors that torch functions inside capture are
     inputs of the program, read at each call, and receive gradients. The computation runs on the tensors' device.
     64-bit types are on, so that dtypes are torch's: JAX code that makes arrays of its own gets 64-bit ones by default.
 
