@@ -83,7 +83,8 @@ def _case(op: Callable[..., Any], sample: Any) -> Case:
         for i, tensor in zip(where, tensors, strict=True):
             full[i] = tensor.clone()  # some operators write to their argument
         first, args, kwargs = torch_pytree.tree_unflatten(full, spec)
-        found = torch_pytree.tree_leaves(settle(op(first, *args, **kwargs)))
+        with mock.patch.object(torch, "manual_seed"):  # operators that draw set a seed of their own
+            found = torch_pytree.tree_leaves(settle(op(first, *args, **kwargs)))
         return [torch.as_tensor(leaf) for leaf in found if leaf is not None]
 
     return Case(fun, tensors)
@@ -99,8 +100,7 @@ def _eager(case: Case, seed: int) -> tuple[Results, dict[int, torch.Tensor]]:
     """What torch gives, and the cotangents that it was given, by the number of their output."""
     torch.random.default_generator.manual_seed(seed)
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in case.tensors]
-    with mock.patch.object(torch, "manual_seed"):  # operators that draw set a seed of their own
-        outputs = case.fun(*leaves)
+    outputs = case.fun(*leaves)
     torch.random.default_generator.manual_seed(seed)
     cotangents = {i: torch.randn_like(o.detach()) for i, o in enumerate(outputs) if o.requires_grad}
     wanted = [t for t in leaves if t.requires_grad] if cotangents else []
