@@ -7,17 +7,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
-# Fastest on two cores; `make test PYTEST_ARGS='-m "not slow"'` adds options.
+# Fastest on two cores; `make test PYTEST_ARGS='-x --lf'` adds options.
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help demo test lint types format bench clean
+.PHONY: help demo test sweeps lint types format bench clean
 .NOTPARALLEL:
 .SECONDARY:
 
 help:
 	@echo "make demo    run the guided example"
-	@echo "make test    run all tests, slow sweeps included (WORKERS=$(WORKERS), PYTEST_ARGS=...)"
+	@echo "make test    run the tests but for the slow sweeps (WORKERS=$(WORKERS), PYTEST_ARGS=...)"
+	@echo "make sweeps  run the slow sweeps: torch's operator database, many models and shapes"
 	@echo "make lint    check style, format and types"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench   run the benchmarks"
@@ -27,7 +28,10 @@ demo: $(STAMPS)/examples
 	$(BIN)/python examples/private_digits.py
 
 test: $(STAMPS)/test $(STAMPS)/examples
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+sweeps: $(STAMPS)/test $(STAMPS)/examples
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
