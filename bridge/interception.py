@@ -127,14 +127,20 @@ class Interception(TorchFunctionMode):
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
         if func in _VALUE_METHODS and args[1:] != ("",):  # f"{x}" shows the tensor as it is
             return self._constant_value(func, *args, **kwargs)
-        if func is _SET_DATA:
-            raise TraceError(
-                f"{user_line()}: the function assigns .data, unseen by autograd. Use .copy_() under torch.no_grad()."
-            )
+        if func == _SET_DATA:  # every look at a descriptor makes a new object: equal, not the same
+            return self._set_data(*args)
         if func is torch.autograd.grad:
             with ti.function_modes_in_backward(), self:
                 return func(*args, **kwargs)
         return REPLACEMENTS.get(func, func)(*args, **kwargs)
+
+    def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """``tensor.data = value``: the new values, unseen by autograd."""
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise TraceError(
+                f"{user_line()}: the function assigns .data of another shape or dtype. Make a new tensor instead."
+            )
+        tensor.detach().copy_(value.detach())
 
     def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():

@@ -74,7 +74,8 @@ class Watched:
             elif kept is _REFUSED:
                 refused.append(place.name(key))
             elif first and kept is not _BACK:
-                write(place, key, kept)
+                if kept is not new:
+                    write(place, key, kept)
                 continue
             write(place, key, old)
         if refused:
@@ -171,6 +172,8 @@ def write(place: Place, key: Any, value: Any) -> None:
     elif isinstance(owner, type):
         setattr(owner, key, value) if value is not ABSENT else delattr(owner, key)
     elif value is not ABSENT:
+        if place.is_sequence and key >= len(owner):  # of a list that shrank
+            owner.extend([None] * (key + 1 - len(owner)))
         owner[key] = value
     elif place.is_sequence or key in owner:
         del owner[key]
