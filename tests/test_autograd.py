@@ -8,7 +8,7 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -44,16 +44,16 @@ def _through(fun: Any) -> Any:
     return as_torch(as_jax(fun))
 
 
-def _params(table: Any, known: dict[Any, str]) -> list[Any]:
+def _params(table: Any, known: dict[Any, str], slow: Collection[Any] = ()) -> list[Any]:
     names = list(table)
-    assert known.keys() <= set(names), known.keys() - set(names)
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=known[name])) if name in known else name for name in names
-    ]
+    assert known.keys() | set(slow) <= set(names), (known.keys() | set(slow)) - set(names)
+    marks = dict.fromkeys(slow, pytest.mark.slow)
+    marks |= {name: pytest.mark.xfail(reason=why) for name, why in known.items()}
+    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
 
 
-def _slow(table: Any, *slow: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in table]
+def _slow(table: Any, *slow: Any) -> list[Any]:
+    return _params(table, {}, slow)
 
 
 def _close(got: Any, expected: Any) -> None:
@@ -104,7 +104,13 @@ def _inputs(shapes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(s, dtype=DOUBLE, requires_grad=True) for s in shapes)
 
 
-@pytest.mark.parametrize("name", _slow(CHECKED, "layer norm and attention", "solve", "gather", "products"))
+_SLOW_CHECKED = (
+    *("layer norm and attention", "solve", "gather", "products", "module's parameters", "powers and sums"),
+    "softmax of an outer product",
+)
+
+
+@pytest.mark.parametrize("name", _slow(CHECKED, *_SLOW_CHECKED))
 def test_gradcheck_and_gradgradcheck(name: str) -> None:
     fun, shapes = CHECKED[name]
     call, inputs = _through(fun), _inputs(shapes)
@@ -150,7 +156,10 @@ def _clipped(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (grads / (1 + grads.norm(dim=1, keepdim=True))).sum(0)
 
 
-@pytest.mark.parametrize("name", _slow(TRANSFORMED, "micro_grad, clipped", "micro_grad, values", "micro_vmap, mean"))
+_SLOW_TRANSFORMED = ("micro_grad", "micro_grad, clipped", "micro_grad, values", "micro_vmap, mean")
+
+
+@pytest.mark.parametrize("name", _slow(TRANSFORMED, *_SLOW_TRANSFORMED))
 def test_gradcheck_and_gradgradcheck_of_a_transform(name: str) -> None:
     call, plain = TRANSFORMED[name]
     w, x = _inputs(((2,), (3, 2)))
@@ -302,13 +311,22 @@ def _backward(f: Fun) -> torch.Tensor:
     return x.grad
 
 
+_SLOW_AROUND = (  # compositions of what the others compose, and names for the same
+    *("third order", "create_graph, third order", "jvp of a jvp", "grad of a jvp", "vmap over a negative axis"),
+    *("vmap of a vmap", "vmap of a jvp", "vmap of a hessian", "jacrev in chunks", "jacfwd of a jacrev"),
+    *("jacrev of a jacrev", "jacfwd of a jacfwd", "batched second gradients", "autograd.functional.jvp"),
+    *("autograd.functional.vhp", "autograd.functional.hessian, vectorised", "autograd.functional.jacobian"),
+    *("autograd.functional.vjp", "grad_and_value", "vjp of a tree", "jvp of a tree"),
+)
+
+
 @functools.cache
 def _call(fun: Fun) -> Any:
     return _through(fun)
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # linearize, of itself
-@pytest.mark.parametrize("name", _params(AROUND, _AROUND_WRONG))
+@pytest.mark.parametrize("name", _params(AROUND, _AROUND_WRONG, _SLOW_AROUND))
 def test_what_is_done_around_a_call_gives_what_torch_gives(name: str) -> None:
     fun, around = AROUND[name]
     _close(around(_call(fun)), around(fun))
@@ -344,7 +362,13 @@ def _dual_of(f: Fun, x: torch.Tensor, t: torch.Tensor) -> Any:
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent.clone()
 
 
-@pytest.mark.parametrize("pair", [(m, a) for m in MICRO for a in AROUND_MICRO], ids="-".join)
+_SLOW_MICRO = (
+    *(("micro_grad", a) for a in ("vjp", "jvp", "jacrev", "jacfwd", "dual numbers")),
+    *((m, a) for m in ("micro_vmap", "microbatch") for a in ("vjp", "jacfwd")),
+)
+
+
+@pytest.mark.parametrize("pair", _slow([(m, a) for m in MICRO for a in AROUND_MICRO], *_SLOW_MICRO), ids="-".join)
 def test_what_is_done_around_a_transform_gives_what_torch_gives(pair: tuple[str, str]) -> None:
     call, plain = MICRO[pair[0]]
     around = AROUND_MICRO[pair[1]]
@@ -767,6 +791,7 @@ def test_a_call_under_torch_compile(kind: str) -> None:
         torch.testing.assert_close(x.grad, 2 * (2 * X).cos())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_a_training_step_under_torch_compile() -> None:
     net, reference = _net(), _net()
@@ -788,6 +813,7 @@ def test_a_training_step_under_torch_compile() -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.xfail(reason="torch.compile inside of a trace is refused in words that do not name it")
 def test_a_compiled_function_inside_of_a_call() -> None:
@@ -865,7 +891,7 @@ COMPLEX: dict[str, Fun] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("name", _slow(COMPLEX, "absolute value", "matrix product", "angle", "from real"))
 def test_complex_gradients_of_first_and_second_order(name: str) -> None:
     fun = COMPLEX[name]
     start = torch.randn(3, dtype=torch.complex128)
@@ -1000,7 +1026,9 @@ def _retains(x: torch.Tensor) -> torch.Tensor:
     return y.sin()
 
 
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(
+    "name", _slow(INSIDE, "derivatives", "own backward by context", "gradient in a fresh leaf", "retain_grad")
+)
 def test_what_is_done_inside_of_the_function_means_what_it_means_in_torch(name: str) -> None:
     fun = INSIDE[name]
     call = _through(fun)

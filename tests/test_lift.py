@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -82,11 +82,11 @@ def _same(got: Any, expected: Any, path: str = "result") -> None:
         assert got == expected, path
 
 
-def _params(table: dict[str, Any], known: dict[str, str]) -> list[Any]:
-    assert known.keys() <= table.keys(), known.keys() - table.keys()
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=known[name])) if name in known else name for name in table
-    ]
+def _params(table: dict[str, Any], known: dict[str, str], slow: Collection[str] = ()) -> list[Any]:
+    assert known.keys() | set(slow) <= table.keys(), (known.keys() | set(slow)) - table.keys()
+    marks = dict.fromkeys(slow, pytest.mark.slow)
+    marks |= {name: pytest.mark.xfail(reason=why) for name, why in known.items()}
+    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in table]
 
 
 # Transforms from function to function
@@ -336,7 +336,14 @@ _TRANSFORMS_WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", _params(TRANSFORMS, _TRANSFORMS_WRONG))
+_SLOW = (  # of two that differ in little, one
+    *("grad of the second", "grad of a negative position", "value_and_grad with aux", "hessian of both", "jacrev"),
+    *("hessian of a dict", "jacfwd of the second", "jacrev with aux", "vmap of one argument", "grad of a jit"),
+    *("vmap over a negative axis", "grad of an associative scan", "grad of a loop", "custom_jvp", "custom_vjp"),
+)
+
+
+@pytest.mark.parametrize("name", _params(TRANSFORMS, _TRANSFORMS_WRONG, _SLOW))
 def test_a_lifted_transform_equals_that_of_torch(name: str) -> None:
     got, expected = TRANSFORMS[name]
     for _ in range(2):  # the second time, everything is in the caches
@@ -777,7 +784,7 @@ ROUTES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", _params(ROUTES, {}, ("data by name", "within a loop", "within a jit")))
 def test_gradients_reach_arguments_and_captured_tensors(name: str) -> None:
     layer, x = nn.Linear(3, 3), X.clone().requires_grad_()
     for _ in range(2):
