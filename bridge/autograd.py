@@ -35,7 +35,7 @@ def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[tor
     """The outputs of a flat function, as part of whatever torch does around it; None for a gradient that is zero."""
     outer = recording()
     if outer is not None:
-        tensors = list(map(outer.stand_in, tensors))
+        tensors = [outer.stand_in(ti.substituted(t)) for t in tensors]
     if is_transformed(tensors):
         return _Transformed.apply(flat, key, *tensors)
     program = find_program(flat, tensors)

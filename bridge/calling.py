@@ -156,7 +156,8 @@ def _prepare_as(
         return root, root.inputs
 
     grad = torch.is_grad_enabled()
-    forms = tuple((t.dtype, t.shape, t.device, grad and t.requires_grad) for t in arguments)
+    with torch._C.DisableTorchFunction():
+        forms = tuple((t.dtype, t.shape, t.device, grad and t.requires_grad) for t in arguments)
     signature = walk.key, fixed, forms, grad
     with LOCK:
         found = _KNOWN.get(signature)
@@ -218,7 +219,8 @@ def _check_arguments(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs:
     for path, leaf in jax.tree_util.tree_flatten_with_path(to_jax_tree(bound_arguments(jax_fun, args, kwargs)))[0]:
         if isinstance(leaf, torch.Tensor) and not is_traced_tensor(leaf):
             try:
-                tensor_to_array(leaf)
+                with ti.temporarily_clear_interpreter_stack():
+                    tensor_to_array(leaf)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{argument_name(path)}: {error}") from None
 
@@ -227,7 +229,8 @@ def _check_captured(walk: Walk) -> None:
     for tensor, path in zip(walk.tensors, walk.paths, strict=True):
         if not is_traced_tensor(tensor):
             try:
-                tensor_to_array(tensor)
+                with ti.temporarily_clear_interpreter_stack():  # torch.func would wrap what it is shown
+                    tensor_to_array(tensor)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{path_name(path)}, which the function captures: {error}") from None
 

@@ -131,8 +131,9 @@ class Walk:
         names = _KNOWN_NAMES.get(identity, frozenset())
         while True:
             self._start(names)
-            self._visit(root, None)
-            self._visit(values, None)
+            with torch._C.DisableTorchFunction():  # a recording around takes each tensor that is asked for captured
+                self._visit(root, None)
+                self._visit(values, None)
             if self._met == names:
                 break
             # Remembered names of another function are no use: the key must not depend on what was called before.

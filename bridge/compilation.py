@@ -57,7 +57,8 @@ class Root(Flat):
         self.key = key, self.grad
         self.body, self.count, self.recompute, self.places = body, len(arguments), recompute, places
         self.inputs = [*arguments, *captured]
-        self.device = common_device(self.inputs)
+        with torch._C.DisableTorchFunction():
+            self.device = common_device(self.inputs)
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.outline: Outline | None = None
 
@@ -174,7 +175,8 @@ class Outline:
 def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
     """Trace a call without compiling it; the tensors may be those of ``torch.func``."""
     call = Call({}, None, root.device, root.grad)
-    avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for t in tensors]
+    with torch._C.DisableTorchFunction():
+        avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for t in tensors]
     with enable_x64(), running(call):
         jax.eval_shape(lambda key, *arrays: root.run(call, key, arrays), _KEY, *avals)
     return Outline.of(call, root)

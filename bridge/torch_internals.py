@@ -84,6 +84,7 @@ __all__ = [
     "no_dispatch",
     "plain_kernels",
     "proxies_are_active",
+    "substituted",
     "temporarily_clear_interpreter_stack",
     "to_fun",
     "torch_pytree",
@@ -104,12 +105,36 @@ def map_tensors(fun: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return torch_pytree.tree_map_only(torch.Tensor, fun, tree, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
+class _Substitutions(threading.local):
+    def __init__(self) -> None:
+        self.active: list[Substitution] = []
+
+
+_SUBSTITUTIONS = _Substitutions()
+
+
+def substituted(tensor: torch.Tensor) -> torch.Tensor:
+    """What the active substitutions show in the place of a tensor, where no torch function is called that they see."""
+    for substitution in reversed(_SUBSTITUTIONS.active):
+        tensor = substitution.swap(tensor)
+    return tensor
+
+
 class Substitution(TorchFunctionMode):
     """Every torch function sees other tensors in the place of given ones."""
 
     def __init__(self, replacements: dict[int, torch.Tensor]) -> None:
         super().__init__()
         self.replacements = replacements
+
+    def __enter__(self) -> Substitution:
+        _SUBSTITUTIONS.active.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _SUBSTITUTIONS.active.remove(self)
 
     def swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor to be seen in the place of another."""

@@ -1092,3 +1092,25 @@ def test_a_captured_tensor_under_torch_func_around_the_call() -> None:
     expected = func.grad(lambda w: (X * w).sin().sum())(Y)
     got = func.grad(lambda w: _through(lambda x: (x * w).sin())(X).sum())(Y)
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "vjp"])
+def test_torch_func_around_a_transform_of_an_ordinary_model(transform: str) -> None:
+    """Its parameters require grad and are captured."""
+    net, x = nn.Linear(3, 1), torch.randn(4, 3)
+    plain = lambda rows: net(rows).pow(2).sum()
+    call = mt.microbatch(plain, 0, 2)
+    take = {
+        "grad": lambda f: func.grad(f)(x),
+        "jacrev": lambda f: func.jacrev(f)(x),
+        "vjp": lambda f: func.vjp(f, x)[1](torch.tensor(2.0))[0],
+    }[transform]
+    torch.testing.assert_close(take(call), take(plain))
+
+
+def test_derivatives_of_a_call_within_a_call_with_captured_parameters() -> None:
+    w, x = torch.randn(3, requires_grad=True), torch.randn(4, 3)
+    call = mt.microbatch(lambda rows: (rows * w).sin().sum(), 0, 2)
+    torch.testing.assert_close(mt.lift(jax.grad)(call)(x), (x * w).cos() * w)
+    expected = func.hessian(lambda rows: (rows * w).sin().sum())(x).reshape(12, 12)
+    torch.testing.assert_close(mt.hessian(call, x)[0], expected)

@@ -74,6 +74,7 @@ _ITERATOR = "where an iterator stands is not followed"
 _STATES_WRONG = {
     "slot": "what is written to a slot is written once, while the function is traced",
     "length of a list": "a list that is appended to counts as a log, which grows once per compilation",
+    "list that shrinks": "an item is taken out once, while the function is traced",
     "itertools.count": _ITERATOR,
     "generator": _ITERATOR,
     "set": "what is added to a set is added once, while the function is traced",

@@ -193,3 +193,25 @@ def test_lowerings_keep_float64_under_jit() -> None:
     with enable_x64():
         got = jax.jit(as_jax(torch.digamma))(to_jax(torch.tensor([0.1], dtype=torch.float64)))
     np.testing.assert_allclose(got, torch.digamma(torch.tensor([0.1], dtype=torch.float64)).numpy(), rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x.cumsum(0),
+        lambda x: x.cumprod(1),
+        lambda x: x**2,
+        lambda x: x**7,
+        lambda x: x.square(),
+        lambda x: x.fmod(7),
+        lambda x: torch.div(x, 3, rounding_mode="trunc"),
+    ],
+    ids=["cumsum", "cumprod", "square by power", "power", "square", "fmod", "div"],
+)
+def test_whole_numbers_are_computed_as_whole_numbers(fun: Any, dtype: torch.dtype) -> None:
+    """They wrap as in torch, and keep every digit."""
+    x = torch.tensor([[100, 101], [1, 127], [int(torch.iinfo(dtype).max) - 4, 7]], dtype=dtype)
+    got, expected = as_torch(as_jax(fun))(x), fun(x)
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected)

@@ -53,7 +53,8 @@ def _own(op: Any) -> Lowering | None:
     return OWN.get(str(op)) or OWN.get(str(op.overloadpacket))
 
 
-def _from_torchax(op: Any) -> Callable[..., Any] | None:
+def from_torchax(op: Any) -> Callable[..., Any] | None:
+    """torchax's lowering of an op, if it has one that can be used."""
     table = torchax_table()
     if str(op.overloadpacket) in _WRONG_IN_TORCHAX:
         return None
@@ -65,7 +66,7 @@ def has_lowering(op: torch._ops.OpOverload) -> Literal["own", "torchax"] | None:
     """Where the lowering of an op comes from, if there is one."""
     if _own(op) is not None:
         return "own"
-    return "torchax" if _from_torchax(op) is not None else None
+    return "torchax" if from_torchax(op) is not None else None
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def find_lowering(op: torch._ops.OpOverload) -> Callable[..., Any]:
     own = _own(op)
     if own is not None:
         return own
-    table = _from_torchax(op)
+    table = from_torchax(op)
     if table is None:
         from .backward import pull_back  # an op ``f_backward`` without a lowering pulls back through that of ``f``
 

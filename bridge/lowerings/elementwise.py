@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import Array
 
+from ..values import jax_dtype
 from ._registry import lowering
+
+aten = torch.ops.aten
 
 
 @lowering("aten.digamma")
@@ -57,3 +62,67 @@ def logcumsumexp(x: Array, dim: int) -> Array:
 @lowering("aten.linalg_matrix_exp")
 def matrix_exp(x: Array) -> Array:
     return jax.scipy.linalg.expm(x) if x.size else x
+
+
+def _integers(results: Any) -> Any:
+    """The dtype of the result, if it is one of whole numbers: torchax computes these in floating point."""
+    dtype = jax_dtype(results[0].dtype)
+    return dtype if jnp.issubdtype(dtype, jnp.integer) else None
+
+
+def _torchax(op: Any, *args: Any, **kwargs: Any) -> Any:
+    from . import from_torchax
+
+    table = from_torchax(op)
+    assert table is not None
+    return table(*args, **kwargs)
+
+
+@lowering("aten.pow.Tensor_Scalar", results=True)
+def power_by_scalar(x: Array, exponent: Any, *, results: Any) -> Array:
+    dtype = _integers(results)
+    if dtype is None:
+        return _torchax(aten.pow.Tensor_Scalar, x, exponent)
+    if exponent < 0:
+        raise ValueError("Integers to negative integer powers are not allowed.")
+    return jax.lax.integer_pow(x.astype(dtype), int(exponent))
+
+
+@lowering("aten.pow.Tensor_Tensor", results=True)
+def power(x: Array, exponent: Array, *, results: Any) -> Array:
+    dtype = _integers(results)
+    if dtype is None:
+        return _torchax(aten.pow.Tensor_Tensor, x, exponent)
+    return _integer_power(x.astype(dtype), exponent.astype(dtype))
+
+
+def _integer_power(x: Array, exponent: Array) -> Array:
+    """By squaring, over all bits of the exponent: jnp.power looks at six of them."""
+    base, result = x, jnp.ones_like(x * exponent)
+    for bit in range(jnp.iinfo(exponent.dtype).bits):
+        result = jnp.where((exponent >> bit) & 1 != 0, result * base, result)
+        base = base * base
+    sign = jnp.where(exponent % 2 == 0, 1, -1)
+    inverse = jnp.where(x == 1, 1, jnp.where(x == -1, sign, 0)).astype(x.dtype)  # one over any other rounds to zero
+    return jnp.where(exponent < 0, inverse, result)
+
+
+@lowering("aten.square")
+def square(x: Array) -> Array:
+    return x * x
+
+
+@lowering("aten.fmod.Tensor", "aten.fmod.Scalar", results=True)
+def fmod(x: Array, y: Any, *, results: Any) -> Array:
+    dtype = _integers(results)
+    if dtype is None:
+        return _torchax(aten.fmod.Tensor, x, y)
+    return jax.lax.rem(*jnp.broadcast_arrays(x.astype(dtype), jnp.asarray(y).astype(dtype)))
+
+
+@lowering("aten.div.Tensor_mode", "aten.div.Scalar_mode", results=True)
+def divide(x: Array, y: Any, *, rounding_mode: str | None = None, results: Any) -> Array:
+    dtype = _integers(results)
+    if dtype is None or rounding_mode != "trunc":
+        return _torchax(aten.div.Tensor_mode, x, y, rounding_mode=rounding_mode)
+    return jax.lax.div(*jnp.broadcast_arrays(jnp.asarray(x).astype(dtype), jnp.asarray(y).astype(dtype)))

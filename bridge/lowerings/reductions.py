@@ -54,3 +54,17 @@ def nanmedian(x: Array) -> Array:
 @lowering("aten.nanmedian.dim")
 def nanmedian_dim(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
     return _median(x, dim, keepdim, skip_nan=True)
+
+
+@lowering("aten.cumsum", results=True)
+def cumsum(x: Array, dim: int, *, dtype: Any = None, results: Any) -> Array:
+    """torchax adds up narrow integers in their own dtype."""
+    x = x.astype(jax_dtype(results[0].dtype))
+    return jnp.cumsum(x, dim) if x.ndim else x
+
+
+@lowering("aten.cumprod", results=True)
+def cumprod(x: Array, dim: int, *, dtype: Any = None, results: Any) -> Array:
+    """As cumsum."""
+    x = x.astype(jax_dtype(results[0].dtype))
+    return jnp.cumprod(x, dim) if x.ndim else x
