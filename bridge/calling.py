@@ -17,6 +17,7 @@ from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
 from .captures import Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
 from .compilation import Outline, Root, outline
+from .devices import start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
 from .interception import is_traced_tensor, recording
 from .side_effects import write
@@ -112,6 +113,7 @@ def _prepare(
             "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA "
             "would hang. Call it in the parent, or start workers with multiprocessing_context='spawn'."
         )
+    start_jax()
     if ti.proxies_are_active() and recording() is None:
         raise TraceError(
             "make_fx, torch.export and torch.func.linearize cannot look into a compiled call, and would take its "

@@ -15,12 +15,20 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["enable_x64", "mapping_trace", "native_export", "native_import", "weak_float"]
+__all__ = ["backends_are_initialized", "enable_x64", "mapping_trace", "native_export", "native_import", "weak_float"]
 
 
 def enable_x64() -> AbstractContextManager[None]:
     """Return a scope in which JAX keeps 64-bit types, for this thread; the process-wide setting stays as it is."""
     return jax.enable_x64(True)
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has started: what it reads from the environment then is fixed. False where it does not say."""
+    try:
+        return bool(importlib.import_module("jax._src.xla_bridge").backends_are_initialized())
+    except (ImportError, AttributeError):
+        return False
 
 
 def mapping_trace() -> object:

@@ -1,6 +1,6 @@
 """Memory-saving transforms for torch functions and modules, executed by XLA."""
 
-from ..bridge import as_jax, as_torch, jax_function, lift, to_jax, to_torch
+from ..bridge import as_jax, as_torch, jax_function, lift, share_gpu_memory, to_jax, to_torch
 from ..jax_impl import Aux, Static
 from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .chunking import chunked_vmap
@@ -38,6 +38,7 @@ __all__ = [
     "micro_vmap",
     "microbatch",
     "reshape_batch_axis",
+    "share_gpu_memory",
     "sliced_scan",
     "to_jax",
     "to_torch",
