@@ -31,6 +31,7 @@ import jax
 import numpy as np
 import torch
 
+from .errors import TraceError
 from .user_code import is_users_file
 
 _PLAIN = (
@@ -42,6 +43,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _MANY_FIELDS = 256
 # Code that mentions one of these may read any attribute of an object.
 _BY_NAME = frozenset({"vars", "__dict__", "getattr", "asdict", "astuple", "fields", "attrgetter"})
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 _LONG = 10_000  # a longer list is data, not configuration: told apart by identity
 
 SOURCE = "__microtome_source__"
@@ -141,6 +143,8 @@ class Walk:
         _KNOWN_NAMES[identity] = names
         if len(_KNOWN_NAMES) > _MANY_ROOTS:
             _KNOWN_NAMES.pop(next(iter(_KNOWN_NAMES)))
+        if not _ENVIRONMENT.isdisjoint(names):
+            self.parts += os.environ.items()
         self.key = tuple(self.parts)
 
     def _start(self, names: frozenset[str]) -> None:
@@ -218,8 +222,18 @@ class Walk:
             self.parts.append((x.dtype.str, x.shape, x.tobytes()))
         elif isinstance(x, np.generic):
             self.parts.append((x.dtype.str, x.tobytes()))
-        elif isinstance(x, (random.Random, np.random.Generator)):
+        elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self.generators.append(x)
+        elif isinstance(x, collections.abc.Iterator) and type(x).__module__ in ("builtins", "itertools"):
+            raise TraceError(
+                f"{path_name(path) or 'the function'} is an iterator (a {type(x).__name__}), which gives something "
+                "else each time, and a traced function runs once. Pass in what it gives as an argument."
+            )
+        elif isinstance(x, types.MappingProxyType):
+            self.parts.append((type(x), len(x)))
+            for k, v in x.items():
+                self.parts.append((type(k), k))
+                self._visit(v, (path, f"[{k!r}]"))
         elif isinstance(x, jax.Array):
             self.parts.append(Same(x))
         elif isinstance(x, (types.ModuleType, type)):
@@ -436,8 +450,8 @@ def _is_users(x: Any) -> bool:
     if isinstance(x, type):
         x = sys.modules.get(x.__module__)
     file = getattr(x, "__file__", None)
-    if x is None or file is None:  # defined at a prompt, or built in
-        return x is not None and x.__name__ == "__main__"
+    if x is None or file is None:  # defined at a prompt, made by hand, or built in
+        return x is not None and (x.__name__ == "__main__" or x.__spec__ is None)
     return is_users_file(os.path.abspath(file))
 
 
@@ -466,11 +480,6 @@ def _code(fun: Any) -> Hashable:
     fun = getattr(fun, "__func__", fun)
     kind: Any = type(fun)
     return getattr(fun, "__code__", kind)
-
-
-def generator_states(walk: Walk) -> list[Any]:
-    """Where the random generators that a function captures stand."""
-    return [g.getstate() if isinstance(g, random.Random) else str(g.bit_generator.state) for g in walk.generators]
 
 
 class WrittenContainers:

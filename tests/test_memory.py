@@ -50,17 +50,20 @@ def _flat(step: Callable[[int], None], steps: int, warm: int) -> None:
         step(i)
     before, resident = _counts(), _resident()
     tracemalloc.start()
-    for i in range(3):
-        step(i)
+    # It goes on counting some of what C++ code has freed, until the address is used again: after some hundred steps
+    # that amounts to 90 kB, which then stay. Growth is what the second half of the steps adds.
+    for i in range(steps // 2):
+        step(warm + i)
+    gc.collect()
     start = tracemalloc.get_traced_memory()[0]
-    for i in range(steps):
+    for i in range(steps // 2, steps):
         step(warm + i)
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - start
     tracemalloc.stop()
     after = _counts()
     assert after == {k: min(v, before[k]) for k, v in after.items()}
-    assert grown < 64 * 1024, f"{grown / steps:.0f} bytes a step"
+    assert grown < 24 * 1024, f"{grown / (steps // 2):.0f} bytes a step"
     assert _resident() - resident < 16 * 2**20
 
 
