@@ -74,6 +74,7 @@ def test_reverse_mode_of_any_order_is_that_of_torch(name: str, order: int) -> No
     torch.testing.assert_close(got, _nested(SMOOTH[name], x, order), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMOOTH)
 def test_forward_mode_agrees_with_reverse_mode(name: str) -> None:
     fun, x = as_jax(SMOOTH[name]), jnp.array([0.3, -0.7, 1.1])
@@ -142,6 +143,7 @@ def test_structures_and_static_values_pass_through() -> None:
     assert float(out["a"][0]) == 6
 
 
+@pytest.mark.slow
 def test_randomness_follows_the_key() -> None:
     fun = as_jax(lambda x: F.dropout(x, 0.5))
     x = jnp.ones(256)
@@ -156,6 +158,7 @@ def test_randomness_follows_the_key() -> None:
     assert len({tuple(np.asarray(row)) for row in rows}) == 4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_repeats_its_draws() -> None:
     from torch.utils.checkpoint import checkpoint
 

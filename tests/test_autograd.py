@@ -1147,6 +1147,7 @@ def test_torch_func_around_a_transform_of_an_ordinary_model(transform: str) -> N
     torch.testing.assert_close(take(call), take(plain))
 
 
+@pytest.mark.slow
 def test_derivatives_of_a_call_within_a_call_with_captured_parameters() -> None:
     w, x = torch.randn(3, requires_grad=True), torch.randn(4, 3)
     call = mt.microbatch(lambda rows: (rows * w).sin().sum(), 0, 2)

@@ -99,6 +99,7 @@ def test_without_jit():
     assert_same(hvp(f, data(3), False)(jnp.ones(3)), 6 * data(3))
 
 
+@pytest.mark.slow
 def test_equals_zodiax():
     x = jax.tree.map(jnp.asarray, tree(3))
     for ours, theirs, f in ((jacobian, zodiax.jacobian, square), (hessian, zodiax.hessian, scalar)):

@@ -100,7 +100,16 @@ def _check(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: floa
     )
 
 
-@pytest.mark.parametrize("name", [*_SMALL, *_REAL.CASES])
+# The largest programs, and some that others resemble.
+_SLOW = {
+    *("bert_train", "bert", "distilbert", "gpt2_labels", "vit_hf", "lstm_bidir_h0", "resnet_bn_eval", "neural_ode_rk4"),
+    *("sort_cumsum", "tel_eval", "rnn_cell_loop", "mlp_mixer", "dropout_train", "interpolate", "inplace_random"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in (*_SMALL, *_REAL.CASES)]
+)
 def test_case(name: str) -> None:
     case = _build(name)
     traced = copy.deepcopy(case.mod)

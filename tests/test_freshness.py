@@ -2064,6 +2064,7 @@ def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(c) for c in caches] == [4, 4]
 
 
+@pytest.mark.slow
 def test_functions_that_are_gone_leave_no_compiled_program_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     _small_caches(monkeypatch)
     client = jax.devices("cpu")[0].client

@@ -668,6 +668,7 @@ def _twice(block: Fun, t: torch.Tensor, reentrant: bool) -> Any:
     return checkpoint(block, checkpoint(block, t, use_reentrant=reentrant), use_reentrant=reentrant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_keeps_no_intermediates(reentrant: bool) -> None:
     def block(t: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ def test_equal_torch_func(pieces):
     assert_same(mt.jacobian(outer, tree(), **pieces, mode="reverse")[0], J)
 
 
+@pytest.mark.slow
 def test_double_precision():
     x = tree(torch.float64)
     expected = torch.func.hessian(of_vector(scalar))(flat(x))
@@ -140,6 +141,7 @@ def test_compiled_once():
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_what_was_linearised_outlives_the_function():
     for _ in range(2):  # the second time, the first one's programs serve
         multiply, blocks = mt.hvp(lambda x: (x**3).sum(), data(3)), mt.hessian_blocks(lambda x: (x**3).sum(), data(3))
@@ -148,6 +150,7 @@ def test_what_was_linearised_outlives_the_function():
         assert_same(next(blocks)[1], torch.diag(6 * data(3)))
 
 
+@pytest.mark.slow
 def test_dropout_is_one_mask_for_all_columns():
     f = lambda x: F.dropout(x**2, 0.5).sum()
     for options in ({"batch_size": 3}, {"batch_size": 3, "out": torch.empty(16, 16)}):
@@ -176,6 +179,7 @@ def test_out_of_any_kind(mode, tmp_path):
     assert_same(one, torch.func.grad(of_vector(scalar))(flat(tree())))
 
 
+@pytest.mark.slow
 def test_progress(capsys):
     assert_same(mt.hessian(scalar, tree(), batch_size=3, progress=True)[0], H)
     assert "3/3" in capsys.readouterr().err

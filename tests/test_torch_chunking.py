@@ -73,6 +73,7 @@ def test_a_module_trains():
         expected = [x.grad, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_dropout_draws_for_each_example_whatever_the_chunk():
     drop = lambda x: F.dropout(x, 0.5)
 

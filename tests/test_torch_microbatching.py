@@ -357,6 +357,7 @@ def test_an_accumulator_with_a_gradient_and_a_captured_tensor():
     assert fun(x).tolist() == [27.0, 15.0]
 
 
+@pytest.mark.slow
 def test_sums_in_half_precision_do_not_stall():
     ones = torch.ones(1000, 1, dtype=torch.bfloat16)
     for size in (1, 7):
@@ -405,6 +406,7 @@ def test_micro_vmap_maps_keywords_and_shares_python_values():
     assert_same(mapped({"b": x, "a": y[0]}), x * y[0])
 
 
+@pytest.mark.slow
 def test_modules_methods_and_jax_functions_can_be_mapped():
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
@@ -495,6 +497,7 @@ def test_argnums(argnums, batch_argnums, keep):
     assert_same(grads, expected)
 
 
+@pytest.mark.slow
 def test_ways_to_call():
     def loss(params, batch, scale=1.0, *, weights=None, power=2):
         value = ((params * batch).sum() * scale) ** power
@@ -639,6 +642,7 @@ class TiedWeights(nn.Module):
         return self.out(self.embed(ids))
 
 
+@pytest.mark.slow
 def test_tied_weights():
     torch.manual_seed(0)
     model, ids = TiedWeights(), torch.tensor([0, 3, 3])
@@ -701,7 +705,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+_SLOW_MODELS = ("gru", "attention", "cnn")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW_MODELS else n for n in MODELS])
 def test_models(name):
     torch.manual_seed(0)
     make, batch = MODELS[name]
@@ -719,6 +726,7 @@ def test_models(name):
     assert model(x).shape[0] == len(x)  # the module works as before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "gru"])
 def test_microbatch_of_a_model_trains_it(name):
     torch.manual_seed(0)
@@ -901,6 +909,7 @@ def test_what_an_example_draws_does_not_depend_on_the_cut(transform, options):
     assert masks(call, *args, seed=3) == masks(other, *args, seed=3)
 
 
+@pytest.mark.slow
 def test_dropout_modules_draw_per_example_too():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Dropout(0.5), nn.Identity())
@@ -988,6 +997,7 @@ def test_a_lambda_defined_in_each_step_traces_once():
     assert len(set(counts)) == 1
 
 
+@pytest.mark.slow
 def test_a_training_flag_traces_again():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5))
@@ -1082,6 +1092,7 @@ def test_memory_is_flat_in_the_number_of_microbatches():
     assert many <= 1.1 * few
 
 
+@pytest.mark.slow
 def test_memory_of_backward_is_flat_too():
     w = data(64, 64).requires_grad_()
 
@@ -1185,6 +1196,7 @@ GRADCHECKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GRADCHECKED)
 def test_gradcheck(case):
     if case == "microbatch":
