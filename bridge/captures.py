@@ -14,7 +14,6 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
-import dataclasses
 import dis
 import enum
 import functools
@@ -25,7 +24,7 @@ import sys
 import types
 import weakref
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +37,7 @@ _PLAIN = (
     *(bool, int, str, bytes, complex, type(None), enum.Enum, range),
     *(torch.dtype, torch.device, torch.Size, jax.tree_util.PyTreeDef),
 )
+_EXACTLY_PLAIN = frozenset(_PLAIN)
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MANY_FIELDS = 256
@@ -59,8 +59,7 @@ Slot = tuple[Any, str]  # the code or class that names a container, and the name
 _WRITTEN: set[Slot] = set()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class Place(NamedTuple):
     """Something that the function may write to: an object's attributes, a list, a dict, a cell, a module's globals."""
 
     owner: Any
@@ -176,12 +175,21 @@ class Walk:
 
     def _visit(self, x: Any, path: Path) -> None:
         add = self.parts.append
-        if isinstance(x, slice):
+        kind = _type(x)
+        if kind in _EXACTLY_PLAIN:
+            add((kind, x))
+        elif kind is torch.nn.Parameter:
+            self._tensor(x, path)
+        elif isinstance(x, torch.nn.Module) and id(x) not in self._seen:
+            self._seen[id(x)] = len(self._seen)
+            self._keep.append(x)
+            self._module(x, path)
+        elif isinstance(x, slice):
             add(slice)
             self._visit((x.start, x.stop, x.step), path)
-        elif type(x) in _PLAIN or (isinstance(x, _PLAIN) and not _is_users(_type(x))):
-            add((type(x), x))
-        elif type(x) is float:
+        elif isinstance(x, _PLAIN) and not _is_users(kind):
+            add((kind, x))
+        elif kind is float:
             add(x.hex())
         elif isinstance(x, torch.Tensor):
             self._tensor(x, path)
@@ -216,8 +224,6 @@ class Walk:
         elif isinstance(x, types.MethodType):
             self._visit(x.__func__, path)
             self._visit(x.__self__, (path, "self"))
-        elif isinstance(x, torch.nn.Module):
-            self._module(x, path)
         elif isinstance(x, np.ndarray):
             self.parts.append((x.dtype.str, x.shape, x.tobytes()))
         elif isinstance(x, np.generic):
@@ -314,13 +320,11 @@ class Walk:
             for k, v in fields[name].items():
                 self.parts.append(k)
                 self._visit(v, (path, f".{k}"))
-                self._owner = m
         for k, v in fields.items():
             if k not in _MODULE_FIELDS:
                 self.parts.append(k)
                 self._slot = (cls, k)
                 self._visit(v, (path, f".{k}"))
-                self._owner = m
         for name in _HOOKS:
             if fields[name]:
                 self._visit(list(fields[name].values()), (path, f".{name}"))

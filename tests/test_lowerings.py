@@ -317,3 +317,17 @@ def test_max_pool_names_the_element_that_torch_names(dimensions: int) -> None:
         expected = pool(x, 2, return_indices=True, **options)
         assert torch.equal(indices, expected[1])
         torch.testing.assert_close(values, expected[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["erfcx", "log_ndtr"])
+def test_a_scaled_function_neither_overflows_nor_loses_digits(name: str, dtype: torch.dtype) -> None:
+    fun = getattr(torch.special, name)
+    x = torch.cat([torch.linspace(-30, 60, 181), torch.tensor([1e4, 1e30, math.inf, -math.inf])]).to(dtype)
+    tolerance = 5e-6 if dtype is torch.float32 else 1e-12
+    call, (ours, eager) = as_torch(as_jax(fun)), (x.clone().requires_grad_() for _ in range(2))
+    got, expected = call(ours), fun(eager)
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=torch.finfo(dtype).tiny)
+    moving = x.isfinite() & (x.abs() < 1e5)
+    gradients = [torch.autograd.grad(y[moving].sum(), x)[0][moving] for y, x in ((got, ours), (expected, eager))]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
