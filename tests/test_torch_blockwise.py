@@ -3,15 +3,19 @@
 import gc
 import re
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
 from torch import nn
 from torch.func import functional_call
 from torch_cases import assert_same, data
 
 from microtome import torch_api as mt
+
+FEW = settings(derandomize=True, deadline=None, max_examples=8, database=None)
 
 
 def tree(dtype=torch.float32):
@@ -47,6 +51,34 @@ def test_equal_torch_func(pieces):
     assert_same(unflatten(flat(tree())), tree(), exact=True)
     assert_same(mt.jacobian(outer, tree(), **pieces)[0], J)
     assert_same(mt.jacobian(outer, tree(), **pieces, mode="reverse")[0], J)
+
+
+SIZES = st.sampled_from([1, 2, 3, 7, 9, 20])  # one, odd, all seven columns, all nine rows, more than there are
+
+
+@FEW
+@given(
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    mode=st.sampled_from(["auto", "forward", "reverse"]),
+    rows=st.integers(1, 4),
+    size=SIZES,
+    checkpoint=st.booleans(),
+)
+def test_jacobian_equals_torch_func(dtype, mode, rows, size, checkpoint):
+    f = lambda x: torch.outer(x["b"], x["b"].exp())[:, :rows] * x["a"][0][0, 1] + x["a"][0].sum()
+    x = tree(dtype)
+    matrix, unflatten = mt.jacobian(f, x, checkpoint=checkpoint, batch_size=size, mode=mode)
+    assert_same(matrix, torch.func.jacrev(of_vector(f))(flat(x)))
+    assert_same(unflatten(flat(x)), x, exact=True)
+
+
+@FEW
+@given(dtype=st.sampled_from([torch.float32, torch.float64]), size=SIZES, checkpoint=st.booleans())
+def test_hessian_equals_torch_func(dtype, size, checkpoint):
+    x = tree(dtype)
+    matrix, _ = mt.hessian(scalar, x, checkpoint=checkpoint, batch_size=size)
+    assert_same(matrix, torch.func.hessian(of_vector(scalar))(flat(x)))
+    assert_same(matrix, matrix.T)
 
 
 @pytest.mark.slow
