@@ -23,8 +23,8 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -80,6 +80,35 @@ class Place(NamedTuple):
         if self.names is not None or isinstance(self.owner, types.CellType):
             return str(key)
         return f"{self.label}[{key!r}]"
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
+
+
+class Key:
+    """A long tuple for a dictionary's key: equal tuples give the same object, and the hash is computed once."""
+
+    __slots__ = ("__weakref__", "_hash", "_parts")
+    _made: ClassVar[weakref.WeakKeyDictionary[Key, weakref.ref[Key]]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    @classmethod
+    def of(cls, parts: Iterable[Any]) -> Key:
+        """The one key for these parts."""
+        key = cls(tuple(parts))
+        found = cls._made.get(key, _nothing)()
+        if found is None:
+            cls._made[key] = weakref.ref(key)
+        return key if found is None else found
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Key) and self._hash == other._hash and self._parts == other._parts)
 
 
 class Same:
@@ -144,14 +173,14 @@ class Walk:
             _KNOWN_NAMES.pop(next(iter(_KNOWN_NAMES)))
         if not _ENVIRONMENT.isdisjoint(names):
             self.parts += os.environ.items()
-        self.key = tuple(self.parts)
+        self.key = Key.of(self.parts)
 
     def _start(self, names: frozenset[str]) -> None:
         self.parts: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.paths: list[Path] = []
         self.owners: list[torch.nn.Module | None] = []
-        self.places: list[Place] = []  # what the function may write to
+        self._places: list[Place | torch.nn.Module] = []
         self.containers: list[tuple[Slot, Any]] = []
         self.generators: list[Any] = []  # of Python's and NumPy's random numbers
         self._seen: dict[int, int] = {}
@@ -160,6 +189,14 @@ class Walk:
         self._met: frozenset[str] = frozenset()
         self._owner: torch.nn.Module | None = None
         self._slot: Slot = (None, "")
+
+    @property
+    def places(self) -> list[Place]:
+        """What the function may write to."""
+        found: list[Place] = []
+        for place in self._places:
+            found += _of_module(place) if isinstance(place, torch.nn.Module) else [place]
+        return found
 
     @property
     def user_code(self) -> types.CodeType | None:
@@ -264,7 +301,7 @@ class Walk:
             return
         self.containers.append((self._slot, x))
         if isinstance(x, (list, dict, collections.deque)):
-            self.places.append(Place(x, path_name(path)))
+            self._places.append(Place(x, path_name(path)))
         if isinstance(x, dict):
             for k, v in list(x.items()):
                 self.parts.append((type(k), k))
@@ -294,40 +331,44 @@ class Walk:
             except ValueError:  # not yet assigned
                 content = None
             self._slot = (code, name)
-            self.places.append(Place(cell, name))
+            self._places.append(Place(cell, name))
             self._visit(content, (path, name))
         if user:
             if f.__dict__:
-                self.places.append(Place(f.__dict__, f.__name__, None, True))
+                self._places.append(Place(f.__dict__, f.__name__, None, True))
                 self._fields(f.__dict__, f, path)
             for name in sorted(names & sys.modules.keys()):  # imported inside
                 if _is_users(sys.modules[name]):
                     self._visit(sys.modules[name], (path, name))
-            self.places.append(Place(f.__globals__, "", names))
+            self._places.append(Place(f.__globals__, "", names))
             for name in sorted(names & f.__globals__.keys()):
                 self.parts.append(name)
                 self._slot = (code, name)
                 self._visit(f.__globals__[name], (path, name))
 
     def _module(self, m: torch.nn.Module, path: Path) -> None:
-        cls: Any = type(m)
+        cls, fields, add = type(m), m.__dict__, self.parts.append
         self.parts += (cls, m.training)
-        kept = (m.__dict__, m.__dict__["_parameters"], m.__dict__["_buffers"])
-        self.places += [Place(d, cls.__name__, None, True, not _is_users(cls)) for d in kept]
+        self._places.append(m)
         outer, self._owner = self._owner, m
-        fields = m.__dict__
-        for name in ("_parameters", "_buffers", "_modules"):
+        for k, p in fields["_parameters"].items():
+            add(k)
+            if p is None:
+                add(None)
+            else:
+                self._tensor(p, (path, k))
+        for name in ("_buffers", "_modules"):
             for k, v in fields[name].items():
-                self.parts.append(k)
-                self._visit(v, (path, f".{k}"))
+                add(k)
+                self._visit(v, (path, k))
         for k, v in fields.items():
             if k not in _MODULE_FIELDS:
-                self.parts.append(k)
+                add(k)
                 self._slot = (cls, k)
-                self._visit(v, (path, f".{k}"))
+                self._visit(v, (path, k))
         for name in _HOOKS:
             if fields[name]:
-                self._visit(list(fields[name].values()), (path, f".{name}"))
+                self._visit(list(fields[name].values()), (path, name))
         self._class_part(cls, path)
         self._owner = outer
 
@@ -341,7 +382,7 @@ class Walk:
             self._library_object(x, path)
             return
         if isinstance(fields, dict):
-            self.places.append(Place(fields, cls.__name__, None, True))
+            self._places.append(Place(fields, cls.__name__, None, True))
             self._fields(fields, cls, path)
         for name in sorted(self._names & _slots(cls)):
             if hasattr(x, name):
@@ -355,7 +396,7 @@ class Walk:
         fields = getattr(x, "__dict__", None)
         if not isinstance(fields, dict) or len(fields) > _MANY_FIELDS:
             return
-        self.places.append(Place(fields, type(x).__name__, None, True, True))
+        self._places.append(Place(fields, type(x).__name__, None, True, True))
         for k, v in list(fields.items()):
             if _is_simple(v, 3):
                 self.parts.append(k)
@@ -375,7 +416,7 @@ class Walk:
             if isinstance(value, types.FunctionType) and (name == "forward" or _is_special(name)):
                 self._visit(value, (path, f".{name}"))
         owner = x if isinstance(x, type) else vars(x)
-        self.places.append(Place(owner, x.__name__, self._names, True))
+        self._places.append(Place(owner, x.__name__, self._names, True))
         self._fields(fields, x, path)
 
     def _fields(self, fields: Any, owner: Any, path: Path) -> None:
@@ -387,6 +428,12 @@ class Walk:
             self.parts.append(k)
             self._slot = (owner, str(k))
             self._visit(value, (path, f".{k}"))
+
+
+def _of_module(m: torch.nn.Module) -> list[Place]:
+    cls: Any = type(m)
+    kept = (m.__dict__, m.__dict__["_parameters"], m.__dict__["_buffers"])
+    return [Place(fields, cls.__name__, None, True, not _is_users(cls)) for fields in kept]
 
 
 def _is_special(name: str) -> bool:
