@@ -15,7 +15,7 @@ from torch_cases import assert_same, data
 
 from microtome import torch_api as mt
 
-FEW = settings(derandomize=True, deadline=None, max_examples=8, database=None)
+FEW = settings(derandomize=True, deadline=None, max_examples=5, database=None)
 
 
 def tree(dtype=torch.float32):
