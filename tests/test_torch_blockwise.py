@@ -4,6 +4,7 @@ import gc
 import re
 
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 from torch.func import functional_call
 from torch_cases import assert_same, data
 
+from microtome import jax_impl
 from microtome import torch_api as mt
+from microtome.bridge import as_jax, to_jax
 
 FEW = settings(derandomize=True, deadline=None, max_examples=5, database=None)
 
@@ -96,6 +99,20 @@ def test_mixed_dtypes_and_numbers():
     expected[:, 3] = expected[3]
     assert_same(matrix, expected)
     assert_same(unflatten(torch.tensor([3.0, 1.0, 1.0, 2.0])), x | {"f": torch.tensor(2.0)}, exact=True)
+
+
+def test_memory_of_pairs_of_points_follows_the_block():
+    points, x = 40, data(40, 3)
+    energy = lambda x: ((x[:, None] - x[None]).pow(2).sum(-1) + torch.eye(points)).sqrt().sum()
+    traced, pairs = as_jax(energy), 4 * 3 * points**2  # bytes of all differences
+
+    def used(size):
+        program = jax.jit(lambda x: jax_impl.hessian(traced, x, batch_size=size)[0]).lower(to_jax(x)).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    for size in (1, 4, 16, 120):
+        assert used(size) < (size + 5) * pairs
+    assert used(16) > 4 * pairs  # the measure sees a block
 
 
 def test_blocks():

@@ -44,6 +44,24 @@ def test_an_empty_batch():
     assert_same(mt.chunked_vmap(lambda x: x.sum() > 0, 3)(torch.ones(0, 2)), torch.ones(0, dtype=torch.bool))
 
 
+INDEXED = {
+    "row": lambda table, i: table[i],
+    "element": lambda table, i: table[i, 0],
+    "column": lambda table, i: table[:, i % 3],
+    "beside a list": lambda table, i: table[i, [0, 1]],
+    "beside None": lambda table, i: table[i, None],
+    "short integer": lambda table, i: table[i.to(torch.int32)],
+}
+
+
+@pytest.mark.xfail(reason="a traced tensor [] of integers as an index is taken for a question of its value")
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_example_may_be_an_index(name):
+    fun, rows = INDEXED[name], torch.tensor([0, 3, 3])
+    expected = torch.func.vmap(fun, (None, 0))(data(5, 3), rows)
+    assert_same(mt.chunked_vmap(fun, 2, (None, 0))(data(5, 3), rows), expected, exact=True)
+
+
 def test_both_spellings():
     x, w = data(3, 7), data(3)
     expected = torch.func.vmap(torch.mul, (1, None), 1)(x, w)
