@@ -58,9 +58,14 @@ class TorchFunction:
         metas: Sequence[Meta],
         need: Sequence[bool] | None = None,
         wants: Callable[[torch.Tensor], bool] = lambda _: False,
+        keep: bool = False,
     ) -> None:
-        """Record the function, with the gradients of the arguments and captured tensors that are known to be needed."""
-        self._source = weakref.ref(source)
+        """Record the function, with the gradients of the arguments and captured tensors that are known to be needed.
+
+        Programs are kept in caches, and must not keep the function alive; with ``keep`` they do, for JAX code of the
+        user's, which may hold nothing else of it and differentiate it later.
+        """
+        self._source: Callable[[], Source | None] = (lambda: source) if keep else weakref.ref(source)
         self.arguments = list(metas)
         self._programs: dict[Any, Any] = {}
         needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]

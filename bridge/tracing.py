@@ -243,7 +243,7 @@ class _Traced:
             # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
             source = Source(flat, [t for t in walk.tensors if is_traced_tensor(t)])
             try:
-                tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants)
+                tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants, keep=current_call() is None)
             except WrittenArgument as error:
                 raise self._written_argument(error.index, structure, walk) from None
         else:

@@ -54,7 +54,6 @@ INDEXED = {
 }
 
 
-@pytest.mark.xfail(reason="a traced tensor [] of integers as an index is taken for a question of its value")
 @pytest.mark.parametrize("name", INDEXED)
 def test_an_example_may_be_an_index(name):
     fun, rows = INDEXED[name], torch.tensor([0, 3, 3])
