@@ -15,7 +15,7 @@ from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf, largest_value
 from .locating import locate as locate_difference
 from .mapping import Entry, leaf_paths
-from .programs import coarse_operations, drawn_masks, trace
+from .programs import coarse_operations
 from .report import Report, Row
 from .runs import Draws
 from .sides import JaxSide, TorchSide, cast, port, traced
@@ -131,6 +131,7 @@ class _Comparison:
     hvp: bool
     locate: bool
     report: Report
+    precisions: dict[str, Precision] = dataclasses.field(default_factory=dict)
 
     def against(self, jax_fun: Any, params: Any, mapping: Any, engines: Sequence[str]) -> None:
         sides: list[JaxSide] = []
@@ -171,9 +172,7 @@ class _Comparison:
         if side is None:
             return Draws()
         try:
-            with side.scope(high):
-                inputs = side.inputs(self.ours, high)
-                return Draws(drawn_masks(trace(side.flat(high), *inputs), inputs))
+            return Draws(side.results(self.ours, high).masks)
         except Exception:
             return Draws()
 
@@ -211,21 +210,21 @@ class _Comparison:
     def _compare(self, side: JaxSide, low_draws: Draws, high_draws: Draws) -> None:
         opinion = side.name != "jax"
         complain = (self.report.notes if opinion else self.report.problems).append
-        precision = self._precision(side, high_draws)
+        precision = self.precisions[side.name] = self._precision(side, high_draws)
         try:
-            theirs = side.outputs(self.ours, False)
-            again = theirs if opinion else side.outputs(self.ours, False)
+            theirs = side.results(self.ours, False).outputs
+            deterministic = opinion or side.is_deterministic(self.ours)
         except Exception as error:
             what = f"engine {side.name!r} cannot trace the torch function:" if opinion else "the JAX function raises"
             complain(f"{what} {_said(error)}")
             return
-        if not all(_same_bits(a, b) for (_, a), (_, b) in zip(_leaves(theirs), _leaves(again), strict=False)):
-            complain("the JAX function is not deterministic: its outputs changed between two traces on the same inputs")
+        if not deterministic:
+            complain("the JAX function is not deterministic: a second trace on the same inputs gave another program")
             return
         ours = self.ours.outputs(False, low_draws)
         both64 = None
         if precision.has_float64:
-            both64 = self.ours.outputs(True, high_draws), side.outputs(self.ours, True)
+            both64 = self.ours.outputs(True, high_draws), side.results(self.ours, True).outputs
         pairs = self._rows(side.name, "outputs", ours, theirs, both64, precision)
         if pairs is None or not (self.gradients or self.ours.batch):
             return
@@ -240,15 +239,18 @@ class _Comparison:
         highs = (False, True) if precision.has_float64 else (False,)
         sections: dict[str, Callable[[bool, Draws], tuple[Any, Any]]] = {}
         weights = self.ours.weights(low_draws, self.seed)
+        # A function that has its parameters built in says nothing about their gradients.
+        known = self.ours.labels() if side.variables else self.ours.labels()[len(self.ours.trainable) :]
+        only = lambda found: {label: found[label] for label in known}
         if self.gradients:
             sections["gradients"] = lambda high, draws: (
-                self.ours.gradient(high, draws, weights),
+                only(self.ours.gradient(high, draws, weights)),
                 side.gradient(self.ours, high, weights, pairs),
             )
         if self.hvp:
             direction = self.ours.direction(self.seed)
             sections["hvp"] = lambda high, draws: (
-                self.ours.hvp(high, draws, weights, direction),
+                only(self.ours.hvp(high, draws, weights, direction)),
                 side.hvp(self.ours, high, weights, pairs, direction),
             )
         if self.ours.batch and low_draws.count:
@@ -256,7 +258,7 @@ class _Comparison:
         elif self.ours.batch:
             rows = self.ours.row_weights(low_draws, self.seed)
             sections["per-example gradients"] = lambda high, draws: (
-                self.ours.row_gradients(high, draws, rows),
+                only(self.ours.row_gradients(high, draws, rows)),
                 side.row_gradients(self.ours, high, rows, pairs),
             )
         for section, run in sections.items():
@@ -297,9 +299,8 @@ class _Comparison:
         notes = self.report.notes
         try:
             torch_dtypes = self.ours.coarse_dtypes(draws)
-            with side.scope(True):
-                jax_dtypes = coarse_operations(trace(side.flat(True), *side.inputs(self.ours, True)))
-                side.outputs(self.ours, True)
+            closed = side.results(self.ours, True).closed
+            jax_dtypes = {} if closed is None else coarse_operations(closed)
         except Exception as error:
             if side.name == "jax":
                 notes.append(f"nothing was compared in float64, so small differences may pass: {_said(error)}")
@@ -325,17 +326,19 @@ class _Comparison:
         if self.ours.module is None:
             notes.append("locate needs a torch.nn.Module, whose submodules it can name")
             return
-        precision = self._precision_quietly(wrong[0], draws)
+        precision = self.precisions[wrong[0].name]
         if not precision.has_float64:
             notes.append("nothing was located: the functions do not run in float64")
             return
         try:
             calls = self.ours.calls(draws)
+            results = wrong[0].results(self.ours, True)
+            if results.closed is None:
+                notes.append("nothing was located: the JAX function cannot be traced")
+                return
             with wrong[0].scope(True):
-                inputs = wrong[0].inputs(self.ours, True)
-                closed = trace(wrong[0].flat(True), *inputs)
                 tolerance = max(1e-10, 64 * (precision.eps or 0.0))
-                self.report.location = locate_difference(calls, closed, list(inputs), tolerance)
+                self.report.location = locate_difference(calls, results.closed, results.inputs, tolerance)
         except Exception as error:
             notes.append(f"nothing was located: {_said(error)}")
             return
@@ -343,12 +346,6 @@ class _Comparison:
             notes.append(
                 "nothing was located: JAX computes the output of every submodule; the difference is in derivatives"
             )
-
-    def _precision_quietly(self, side: JaxSide, draws: Draws) -> Precision:
-        before = list(self.report.notes)
-        precision = self._precision(side, draws)
-        self.report.notes[:] = before
-        return precision
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -126,8 +126,8 @@ def _wide(array: np.ndarray) -> np.ndarray:
 
 def _error(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
-        error = np.abs(ours - theirs).astype(np.float64)
-    error[(ours == theirs) | (np.isnan(ours) & np.isnan(theirs))] = 0.0
+        error = np.asarray(np.abs(ours - theirs), np.float64)
+    error = np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, error)
     return np.where(np.isnan(error), np.inf, error)
 
 

@@ -15,10 +15,11 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .differences import as_numpy
-from .programs import evaluate
+from .programs import run
 from .report import Location
 from .runs import ModuleCall
 
@@ -32,15 +33,18 @@ class Values:
         self._arrays: dict[int, list[np.ndarray]] = {size: [] for size in sizes if 1 <= size <= _LARGEST}
         self._sorted: dict[int, np.ndarray] = {}
 
+    def takes(self, value: Any) -> bool:
+        """Whether a value may be searched for."""
+        floats = jnp.issubdtype(getattr(value, "dtype", None), jnp.inexact)
+        return bool(floats) and int(np.prod(value.shape)) in self._arrays
+
     def add(self, value: Any) -> None:
         """Keep one value, if it may be searched for."""
-        size = int(np.prod(getattr(value, "shape", (0,))))
-        if size in self._arrays and getattr(value.dtype, "kind", "") in "fcV":
+        if self.takes(value):
             array = np.asarray(value)
-            kinds = np.complex128 if array.dtype.kind == "c" else np.float64
-            self._arrays[size].append(array.astype(kinds))
+            self._arrays[array.size].append(array.astype(np.complex128 if array.dtype.kind == "c" else np.float64))
 
-    def distance(self, wanted: np.ndarray, factor: float | None = None) -> float:
+    def distance(self, wanted: np.ndarray) -> float:
         """How far the nearest value is, relative to the largest number; up to the order of the axes."""
         in_order = _in_order(wanted)
         scale = float(np.max(np.abs(in_order))) or 1.0
@@ -55,15 +59,19 @@ class Values:
         return nearest
 
     def multiple(self, wanted: np.ndarray, tolerance: float) -> float | None:
-        """A number other than 1 such that JAX computes ``wanted`` times it."""
-        in_order, size = _in_order(wanted), float(np.linalg.norm(wanted))
+        """A number other than 1 such that JAX computes ``wanted`` times it, and not on the way to ``wanted`` itself."""
+        in_order, size = _in_order(wanted), float(np.max(np.abs(wanted)))
+        found = False
+        factors: list[float] = []
         for array in self._arrays.get(wanted.size, ()):
-            factor = float(np.linalg.norm(array)) / size
-            if np.isfinite(factor) and factor > 0 and abs(factor - 1) > 1e-6:
-                error = np.max(np.abs(_in_order(array) / factor - in_order)) / np.max(np.abs(in_order))
-                if error <= tolerance:
-                    return factor
-        return None
+            factor = float(np.max(np.abs(array))) / size if np.isfinite(array).all() else 0.0
+            if factor == 0 or np.max(np.abs(_in_order(array) / factor - in_order)) > tolerance * size:
+                continue
+            if abs(factor - 1) > 1e-6:
+                factors.append(factor)
+            elif not found:
+                found, factors = True, []
+        return factors[0] if factors else None
 
 
 def locate(calls: list[ModuleCall], closed: Any, inputs: list[Any], tolerance: float) -> Location | None:
@@ -77,13 +85,8 @@ def locate(calls: list[ModuleCall], closed: Any, inputs: list[Any], tolerance: f
     """
     values = Values({seen.value.numel() for call in calls for seen in (*call.inputs, *call.outputs)})
 
-    def see(equation: Any, given: list[Any], outputs: list[Any]) -> None:
-        for value in outputs:
-            values.add(value)
-
-    for value in (*inputs, *closed.consts):
+    for value in (*inputs, *closed.consts, *run(closed, inputs, values.takes)[2]):
         values.add(value)
-    evaluate(closed, inputs, see)
 
     distances = [_furthest(values, call.outputs) for call in calls]
     found = [distance is not None and distance <= tolerance for distance in distances]
@@ -111,14 +114,10 @@ def _explain(
     """The submodule's name and what is known of the difference within it."""
     call, distance = calls[i], distances[i]
     children = [j for j in range(i) if _is_child(calls[j].name, call.name)]
-    for j in children:  # one that passes its input on (dropout in evaluation) is found there, whatever JAX makes of it
+    for j in children:  # dropout is found in evaluation, where it returns its input, whatever JAX makes of that
         child = calls[j]
-        if not _is_identity(child):
-            continue
-        factor = values.multiple(_array(child.outputs[0]), tolerance)
-        if factor is not None:
-            kind = type(child.module).__name__
-            return child.name, f"It is a {kind} that returns its input, where JAX computes {factor:.6g} times that."
+        if _is_dropout(child) and (factor := values.multiple(_array(child.outputs[0]), tolerance)) is not None:
+            return child.name, f"JAX computes its inputs, and goes on with {factor:.6g} times its output."
     detail = f"JAX computes its inputs but not its output; the nearest value is off by {distance:.1e}."
     factor = values.multiple(_array(call.outputs[0]), tolerance) if call.outputs else None
     if factor is not None:
@@ -133,11 +132,12 @@ def _is_child(name: str, parent: str) -> bool:
     return name != parent and (not parent or name.startswith(f"{parent}."))
 
 
-def _is_identity(call: ModuleCall) -> bool:
-    if len(call.inputs) != 1 or len(call.outputs) != 1:
+def _is_dropout(call: ModuleCall) -> bool:
+    """Whether the call is one of dropout, or of another module that returned its input as it was."""
+    if len(call.outputs) != 1 or not call.inputs or _is_trivial(_array(call.outputs[0])):
         return False
     given, made = call.inputs[0].value, call.outputs[0].value
-    return given.shape == made.shape and bool((given == made).all()) and not _is_trivial(_array(call.outputs[0]))
+    return "Dropout" in type(call.module).__name__ or (given.shape == made.shape and bool((given == made).all()))
 
 
 def _furthest(values: Values, seen: list[Any]) -> float | None:

@@ -163,14 +163,11 @@ def propose_mapping(state: State | torch.nn.Module, params: Any) -> ParameterMap
         state = named_tensors(state)
     state = {name: tensor for name, tensor in state.items() if tensor.is_floating_point() or tensor.is_complex()}
     leaves = {path: leaf for path, leaf in leaf_paths(params) if is_parameter(leaf)}
-    found: dict[str, Source] = _assign(leaves, _units(state, leaves), state)
+    found = _join(leaves, state)
     used = {name for source in found.values() for name in _names(source)}
-    for path, leaf in leaves.items():
-        if path not in found:
-            joined = _joined(path, tuple(leaf.shape), {n: t for n, t in state.items() if n not in used})
-            if joined is not None:
-                found[path] = joined
-                used |= set(_names(joined))
+    rest = {name: tensor for name, tensor in state.items() if name not in used}
+    single = {path: leaf for path, leaf in leaves.items() if path not in found}
+    found |= _assign(single, _units(rest, single), state)
     _orient(found, leaves, state)
     return ParameterMapping({path: found[path] for path in leaves if path in found})
 
@@ -248,35 +245,32 @@ def _assign(leaves: Mapping[str, Any], units: list[tuple[str, int, int]], state:
     return {paths[row]: sources[row, column] for row, column in pairs if (row, column) in sources}
 
 
-def _joined(path: str, shape: tuple[int, ...], state: State) -> Source | None:
-    """A leaf made of several tensors: one of each layer, stacked, or the parts of a fused one, concatenated."""
-    best: tuple[float, Source] | None = None
-    for stem, names in _layers(state).items():
-        if shape and len(names) == shape[0]:
-            ways = _reshaped(state[names[0]].shape, shape[1:])
-            if ways and "shape" in ways[0]:
-                ways = [{**ways[0], "shape": shape}]
-            best = _better(best, path, stem, names, ways, None)
-    for parent, names in _siblings(state).items():
-        for order in (None, (1, 0)):
-            if order is not None and state[names[0]].dim() != 2:
-                continue
-            permuted = [tuple(state[n].shape) if order is None else tuple(state[n].shape[i] for i in order) for n in names]
-            for axis in range(len(permuted[0])):
-                joined = list(permuted[0])
-                joined[axis] *= len(names)
-                if tuple(joined) == shape:
-                    best = _better(best, path, parent, names, [{"permute": order}], axis)
-    return None if best is None else best[1]
-
-
-def _better(best: Any, path: str, stem: str, names: list[str], ways: list[dict[str, Any]], concat: int | None) -> Any:
-    if not ways:
-        return best
-    score = _likeness([w for w in _words(path) if not w.isdigit()], [w for w in _words(stem) if not w.isdigit()])
-    if best is None or score > best[0]:
-        return score, Source(tuple(names), concat=concat, **ways[0])
-    return best
+def _join(leaves: Mapping[str, Any], state: State) -> dict[str, Source]:
+    """The leaves made of several tensors (one of each layer, stacked; query, key and value, fused), by better names."""
+    offers: list[tuple[float, str, Source]] = []
+    for path, leaf in leaves.items():
+        shape, words = tuple(leaf.shape), _words(path)
+        alone = [_likeness(words, _words(name)) for name, t in state.items() if _reshaped(t.shape, shape)]
+        least = max(alone, default=0.0)
+        for stem, names in _layers(state).items():
+            if shape[:1] == (len(names),):
+                for way in _reshaped(state[names[0]].shape, shape[1:])[:1]:
+                    way = {**way, "shape": shape} if "shape" in way else way
+                    offers.append((_likeness(words, _words(stem)), path, Source(tuple(names), **way)))
+        for stem, names in _siblings(state).items():
+            for order in (None, (1, 0)) if state[names[0]].dim() == 2 else (None,):
+                part = state[names[0]].shape if order is None else state[names[0]].shape[::-1]
+                for axis in range(len(part)):
+                    if (*part[:axis], part[axis] * len(names), *part[axis + 1 :]) == shape:
+                        offers.append((_likeness(words, _words(stem)), path, Source(tuple(names), None, order, axis)))
+        offers = [offer for offer in offers if offer[1] != path or offer[0] > least]
+    found: dict[str, Source] = {}
+    used: set[str] = set()
+    for _, path, source in sorted(offers, key=lambda offer: -offer[0]):
+        if path not in found and not used & set(_names(source)):
+            found[path] = source
+            used |= set(_names(source))
+    return found
 
 
 def _layers(state: State) -> dict[str, list[str]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ..bridge.versions import bind
 
 See = Callable[[Any, list[Any], list[Any]], None]  # (equation, its inputs, its outputs)
 
@@ -29,16 +32,33 @@ class Mask:
     probability: float | None
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> Any:
-    """The program of a function for these arguments, traced anew."""
-    return jax.make_jaxpr(lambda *args: fun(*args))(*args)
+def trace(fun: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
+    """The program of a function on these inputs, traced anew, and the structure of its results."""
+    closed, shapes = jax.make_jaxpr(lambda *inputs: fun(*inputs), return_shape=True)(*inputs)
+    return closed, jax.tree.structure(shapes)
+
+
+def is_same(one: Any, two: Any) -> bool:
+    """Whether two traces of a function gave the same program, constants included."""
+    text = lambda closed: re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))  # functions are printed with addresses
+    bits = lambda closed: [np.asarray(c).tobytes() for c in closed.consts if not _is_key(c)]
+    return text(one) == text(two) and bits(one) == bits(two)
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+
+
+def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.jit`` for a function that runs a few times: code that is slower, made in a fifth of the time."""
+    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def evaluate(closed: Any, inputs: Sequence[Any], see: See) -> list[Any]:
     """Run a program one operation after another, and show each with its inputs and outputs.
 
-    Looks into jitted functions, custom derivatives, checkpoints, the branch taken of a conditional, and scans of up to
-    128 steps. Other loops count as one operation.
+    Looks into jitted functions, custom derivatives, checkpoints, and scans of up to 128 steps. Conditionals and other
+    loops count as one operation.
     """
     environment: dict[Any, Any] = {}
 
@@ -61,15 +81,10 @@ def _run(equation: Any, values: list[Any], see: See) -> list[Any]:
     name, parameters = equation.primitive.name, equation.params
     if name == "scan" and parameters["length"] <= _UNROLLED:
         return _run_scan(parameters, values, see)
-    if name == "cond":
-        branch = parameters["branches"][int(np.clip(values[0], 0, len(parameters["branches"]) - 1))]
-        return evaluate(branch, values[1:], see)
     inner = _inner(equation)
     if inner is not None and not _is_draw(equation):
         return evaluate(inner, values, see)
-    subfuns, bound = equation.primitive.get_bind_params(parameters)
-    outputs = equation.primitive.bind(*subfuns, *values, **bound)
-    return list(outputs) if equation.primitive.multiple_results else [outputs]
+    return bind(equation, values)
 
 
 def _run_scan(parameters: dict[str, Any], values: list[Any], see: See) -> list[Any]:
@@ -119,20 +134,35 @@ def equations(closed: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def drawn_masks(closed: Any, inputs: Sequence[Any]) -> list[Mask]:
-    """The masks that a program draws by ``jax.random.bernoulli``, in their order."""
-    if not any(map(_is_draw, equations(closed))):
-        return []
-    masks: list[Mask] = []
+def run(
+    closed: Any, inputs: Sequence[Any], wanted: Callable[[Any], bool] = lambda value: False
+) -> tuple[list[Any], list[Mask], list[Any]]:
+    """Run a program, compiled, and take out what it computes on the way.
 
-    def see(equation: Any, values: list[Any], outputs: list[Any]) -> None:
-        if _is_draw(equation):
-            floats = [v for v in values if jnp.issubdtype(jnp.result_type(v), np.floating)]
-            probability = float(np.ravel(floats[0])[0]) if floats else None
-            masks.append(Mask(np.asarray(outputs[0]), probability))
+    Args:
+        closed: the program.
+        inputs: what it is run on.
+        wanted: which values to take.
 
-    evaluate(closed, inputs, see)
-    return masks
+    Returns:
+        The results, the masks drawn by ``jax.random.bernoulli`` in their order, and the wanted values.
+    """
+
+    def whole(*inputs: Any) -> Any:
+        drawn: list[Any] = []
+        taken: list[Any] = []
+
+        def see(equation: Any, values: list[Any], outputs: list[Any]) -> None:
+            taken.extend(filter(wanted, outputs))
+            if _is_draw(equation):
+                floats = [v for v in values if jnp.issubdtype(jnp.result_type(v), np.floating)]
+                drawn.append((outputs[0], jnp.ravel(floats[0])[0] if floats else jnp.nan))
+
+        return evaluate(closed, inputs, see), drawn, taken
+
+    results, drawn, taken = compiled(whole)(*inputs)
+    masks = [Mask(np.asarray(m), None if np.isnan(p) else float(p)) for m, p in drawn]
+    return results, masks, taken
 
 
 def coarse_operations(closed: Any) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,14 +19,12 @@ from ..bridge.versions import enable_x64
 from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf
 from .mapping import Entry, Unmapped, is_parameter, leaf_paths
+from .programs import Mask, compiled, is_same, run, trace
 from .report import Row
 from .runs import Draws, ModuleCall, Recorded, Watching, Widened
 
 State = dict[str, torch.Tensor]
 Weights = list[np.ndarray | None]  # of each output leaf, None where it holds no floats
-
-_HIGH = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
-
 
 def cast(tensor: torch.Tensor, high: bool) -> torch.Tensor:
     """A copy in the dtype of a run: float64, or as given, where float64 itself becomes float32."""
@@ -245,6 +244,16 @@ def _gradients(value: torch.Tensor, variables: list[torch.Tensor], create_graph:
     return [torch.zeros_like(v) if g is None else g for g, v in zip(found, variables, strict=True)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a JAX function returned, with the masks that it drew and its program (None where it cannot be traced)."""
+
+    outputs: Any
+    masks: list[Mask]
+    closed: Any
+    inputs: list[jax.Array]
+
+
 @dataclasses.dataclass
 class JaxSide:
     """A JAX function with parameters of its own layout, and the way between that and torch's.
@@ -264,6 +273,7 @@ class JaxSide:
     variables: list[str]
     made_of: Mapping[str, Entry]
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _results: dict[bool, Results] = dataclasses.field(default_factory=dict)
 
     def scope(self, high: bool) -> Any:
         """Where a run happens: an engine's results are torch's, which needs 64-bit types; a port's own are not."""
@@ -284,43 +294,59 @@ class JaxSide:
                 rows.append(row)
         return rows
 
-    def inputs(self, ours: TorchSide, high: bool) -> list[jax.Array]:
-        """Parameters, then the tensors of the arguments."""
+    def program(self, ours: TorchSide, high: bool) -> tuple[Callable[..., Any], list[jax.Array]]:
+        """The call as a flat function, and its inputs: parameters, then the tensors of the arguments."""
         state = {name: cast(tensor, high) for name, tensor in ours.state.items()}
         parameters = self.parameters(state, high)
-        self._paths = list(parameters)
-        leaves, self._structure = Structure.split(ours.args, _is_tensor)
-        return [jnp.asarray(as_numpy(x)) for x in (*parameters.values(), *(cast(leaf, high) for leaf in leaves))]
-
-    def flat(self, high: bool) -> Callable[..., Any]:
-        """The function of :meth:`inputs`, which has to be called before."""
-        paths, structure = self._paths, self._structure
+        leaves, structure = Structure.split(ours.args, _is_tensor)
+        tensors = [cast(leaf, high) for leaf in leaves]
 
         def flat(*inputs: Any) -> Any:
-            parameters = dict(zip(paths, inputs, strict=False))
-            return to_jax_tree(self.call(parameters, to_torch_tree(structure.join(inputs[len(paths) :]))))
+            named = dict(zip(parameters, inputs, strict=False))
+            return to_jax_tree(self.call(named, to_torch_tree(structure.join(inputs[len(parameters) :]))))
 
-        return flat
+        return flat, [jnp.asarray(as_numpy(x)) for x in (*parameters.values(), *tensors)]
 
-    def outputs(self, ours: TorchSide, high: bool) -> Any:
-        """The results."""
-        with self.scope(high):
-            inputs = self.inputs(ours, high)
-            return jax.tree.map(as_numpy, self._jitted(self.flat(high))(*inputs))
+    def results(self, ours: TorchSide, high: bool) -> Results:
+        """The outputs, the masks that were drawn, and the program: computed once for each precision."""
+        if high not in self._results:
+            with self.scope(high):
+                flat, inputs = self.program(ours, high)
+                try:
+                    closed, structure = trace(flat, inputs)
+                except jax.errors.JAXTypeError:  # it asks for values (NumPy, `if`): it runs as it is
+                    self._results[high] = Results(jax.tree.map(as_numpy, flat(*inputs)), [], None, inputs)
+                else:
+                    values, masks, _ = run(closed, inputs)
+                    outputs = structure.unflatten([as_numpy(value) for value in values])
+                    self._results[high] = Results(outputs, masks, closed, inputs)
+        return self._results[high]
+
+    def is_deterministic(self, ours: TorchSide) -> bool:
+        """Whether a second trace (or run, where it cannot be traced) gives the same program."""
+        first = self.results(ours, False)
+        with self.scope(False):
+            flat, inputs = self.program(ours, False)
+            if first.closed is not None:
+                return is_same(first.closed, trace(flat, inputs)[0])
+            again = jax.tree.leaves(jax.tree.map(as_numpy, flat(*inputs)))
+        return [x.tobytes() for x in again] == [x.tobytes() for x in jax.tree.leaves(first.outputs)]
 
     def gradient(self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int]) -> dict[str, Any]:
         """The gradient of the weighted outputs, in torch's layout."""
         with self.scope(high):
-            inputs = self.inputs(ours, high)
-            found = self._gradient_fun(ours, high, weights, places)(*inputs)
+            flat, inputs = self.program(ours, high)
+            gradient, _ = self._gradient_fun(ours, flat, inputs, weights, places)
+            found = self._jitted(gradient)(*inputs)
         return self._pull(ours, high, found)
 
     def row_gradients(self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int]) -> dict[str, Any]:
         """The gradients of each example, in torch's layout."""
         rows = []
         with self.scope(high):
-            inputs = self.inputs(ours, high)
-            gradient, start = self._gradient_fun(ours, high, weights, places), len(self._paths)
+            flat, inputs = self.program(ours, high)
+            gradient = self._jitted(self._gradient_fun(ours, flat, inputs, weights, places)[0])
+            start = len(inputs) - len(ours.leaves())
             for i in range(ours.rows()):
                 cut = [x[i : i + 1] if n - start in ours.batch else x for n, x in enumerate(inputs)]
                 rows.append(gradient(*cut))
@@ -332,9 +358,9 @@ class JaxSide:
     ) -> dict[str, Any]:
         """The Hessian of the weighted outputs times a direction, in torch's layout."""
         with self.scope(high):
-            inputs = self.inputs(ours, high)
-            chosen, along = self._chosen(ours), self._push(ours, high, direction)
-            gradient = self._gradient_fun(ours, high, weights, places, jit=False)
+            flat, inputs = self.program(ours, high)
+            gradient, chosen = self._gradient_fun(ours, flat, inputs, weights, places)
+            along = self._push(ours, high, direction)
 
             def of_chosen(*values: Any) -> Any:
                 full = list(inputs)
@@ -346,14 +372,13 @@ class JaxSide:
             found = self._jitted(product)([inputs[i] for i in chosen], along) if chosen else []
         return self._pull(ours, high, found)
 
-    def _chosen(self, ours: TorchSide) -> list[int]:
-        index, start = {path: i for i, path in enumerate(self._paths)}, len(self._paths)
-        return [*(index[path] for path in self.variables), *(start + n for n in ours.chosen)]
-
     def _gradient_fun(
-        self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int], jit: bool = True
-    ) -> Callable[..., Any]:
-        flat, chosen = self.flat(high), self._chosen(ours)
+        self, ours: TorchSide, flat: Callable[..., Any], inputs: list[jax.Array], weights: Weights, places: Sequence[int]
+    ) -> tuple[Callable[..., Any], list[int]]:
+        """The gradient of the weighted outputs with respect to the inputs of the numbers returned."""
+        start = len(inputs) - len(ours.leaves())
+        paths = list(self.parameters({k: t.detach() for k, t in ours.state.items()}, False))
+        chosen = [*map(paths.index, self.variables), *(start + n for n in ours.chosen)]
 
         def value(*inputs: Any) -> Any:
             outputs, total = jax.tree.leaves(flat(*inputs)), 0.0
@@ -362,20 +387,17 @@ class JaxSide:
                     output = outputs[place]
                     real = output.real + 0.5 * output.imag if jnp.iscomplexobj(output) else output
                     total = total + jnp.sum(real * jnp.asarray(weight, real.dtype))
-            return jnp.asarray(total, jnp.float64 if high else jnp.float32)
+            return jnp.asarray(total)
 
-        if not chosen:
-            return lambda *inputs: []
-        gradient = jax.grad(value, tuple(chosen))
-        return self._jitted(gradient) if jit else gradient
+        return (jax.grad(value, tuple(chosen)) if chosen else lambda *inputs: []), chosen
 
     def _jitted(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """The function compiled; as it is, where it asks for values (NumPy, ``if``)."""
-        compiled = jax.jit(fun)
+        fast = compiled(fun)
 
         def call(*args: Any) -> Any:
             try:
-                return compiled(*args)
+                return fast(*args)
             except jax.errors.JAXTypeError:
                 return fun(*args)
 
@@ -430,6 +452,14 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 def traced(ours: TorchSide, engine: str) -> JaxSide:
     """The torch function itself, traced by an engine."""
+    if engine == "torch2jax" and ours.module is not None:  # it cannot take a module's parameters as arguments
+        given, high = copy.deepcopy(ours.module), copy.deepcopy(ours.module).double()
+
+        def captured(_: Any, args: Any) -> Any:
+            wide = any(leaf.dtype in (jnp.float64, jnp.complex128) for leaf in jax.tree.leaves(args))
+            return as_jax(high if wide else given, "torch2jax")(*to_jax_tree(args))
+
+        return JaxSide(engine, captured, lambda state, high: {}, [], {})
 
     def torch_fun(state: State, args: Any) -> Any:
         return ours.call(state, args)
