@@ -74,7 +74,10 @@ def test_a_port_that_scans_over_stacked_layers_agrees() -> None:
 
 def test_every_kind_of_derivative() -> None:
     model, shape = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), jax.ShapeDtypeStruct
-    params = [(shape((3, 4), jnp.float32), shape((4,), jnp.float32)), (shape((4, 2), jnp.float32), shape((2,), jnp.float32))]
+    params = [
+        (shape((3, 4), jnp.float32), shape((4,), jnp.float32)),
+        (shape((4, 2), jnp.float32), shape((2,), jnp.float32)),
+    ]
     port = lambda p, x: jnp.tanh(x @ p[0][0] + p[0][1]) @ p[1][0] + p[1][1]
     mapping = {"0.0": mt.Source("0.weight", permute=(1, 0)), "0.1": "0.bias"}
     mapping |= {"1.0": mt.Source("2.weight", permute=(1, 0)), "1.1": "2.bias"}
@@ -314,7 +317,9 @@ def test_functions_that_change_from_run_to_run() -> None:
 
 
 def test_a_jax_function_that_asks_for_values() -> None:
-    report = mt.compare(torch.sin, lambda x: jnp.asarray(np.sin(np.asarray(x))), torch.randn(2), gradients=False, **ALONE)
+    report = mt.compare(
+        torch.sin, lambda x: jnp.asarray(np.sin(np.asarray(x))), torch.randn(2), gradients=False, **ALONE
+    )
     report.assert_agrees()
 
 

@@ -54,7 +54,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.ff = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), FeedForward()
+        self.norm1, self.attn, self.norm2, self.ff = (
+            nn.LayerNorm(WIDTH),
+            Attention(),
+            nn.LayerNorm(WIDTH),
+            FeedForward(),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.norm1(x))

@@ -13,12 +13,13 @@ import torch
 from ..bridge.trees import to_jax_tree
 from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf, largest_value
+from .jax_side import JaxSide, port, traced
 from .locating import locate as locate_difference
 from .mapping import Entry, leaf_paths
 from .programs import coarse_operations
 from .report import Report, Row
 from .runs import Draws
-from .sides import JaxSide, TorchSide, cast, port, traced
+from .torch_side import TorchSide
 
 _COARSE = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "complex64": 2.0**-23}
 
@@ -73,8 +74,8 @@ def compare(
         seed: of the random weights, directions and inputs.
 
     Returns:
-        The :class:`Report`. What goes wrong in the functions compared (an exception, other structures or shapes, missing
-        leaves, results that change from run to run) is in the report.
+        The :class:`Report`. What goes wrong in the functions compared (an exception, other structures or shapes,
+        missing leaves, results that change from run to run) is in the report.
 
     Raises:
         TypeError: ``torch_fun`` or ``jax_fun`` is not callable.
@@ -280,19 +281,20 @@ class _Comparison:
                 return None
         scale = largest_value(fine[0] or [x for _, x in mine])
         for i, (path, value) in enumerate(mine):
-            if places[i] is None:
-                detail = "only in torch" if theirs is not None else ""
-                self.report.rows.append(Row(against, section, path, "missing", detail=detail))
+            place = places[i]
+            if place is None:
+                self.report.rows.append(Row(against, section, path, "missing", detail="only in torch"))
                 continue
-            pair64 = (fine[0][i], fine[1][places[i]]) if fine[0] else None
-            pair = value, other[places[i]][1]
+            pair64 = (fine[0][i], fine[1][place]) if fine[0] else None
+            pair = value, other[place][1]
             self.report.rows.append(compare_leaf(against, section, path, pair, pair64, scale, precision))
         extra = [path for j, (path, _) in enumerate(other) if j not in places]
         self.report.rows += [Row(against, section, path, "missing", detail="only in JAX") for path in extra]
         if extra or None in places:
             return None
-        shapes = [as_numpy(v).shape == as_numpy(other[p][1]).shape for (_, v), p in zip(mine, places, strict=True)]
-        return [p for p in places if p is not None] if all(shapes) else None
+        known = [place for place in places if place is not None]
+        same = [as_numpy(v).shape == as_numpy(other[p][1]).shape for (_, v), p in zip(mine, known, strict=True)]
+        return known if all(same) else None
 
     def _precision(self, side: JaxSide, draws: Draws) -> Precision:
         """Whether both run in float64, and how coarse both are within."""

@@ -36,6 +36,7 @@ class Precision:
 
     @property
     def has_float64(self) -> bool:
+        """Whether there is a float64 run."""
         return self.eps is not None
 
 
@@ -70,7 +71,8 @@ def compare_leaf(
     if not _same_dtype(low[0], ours.dtype, theirs.dtype):
         return Row(*named, "dtype", detail=f"{ours.dtype} in torch, {theirs.dtype} in JAX")
     if ours.size == 0:
-        return Row(*named, "equal", 0.0, 0.0, 0.0, *((0.0, 0.0) if exact.has_float64 else (None, None)))
+        zero = 0.0 if exact.has_float64 else None
+        return Row(*named, "equal", 0.0, 0.0, 0.0, zero, zero)
     wide = _wide(ours), _wide(theirs)
     error = _error(*wide)
     index = tuple(map(int, np.unravel_index(np.argmax(error), error.shape)))
@@ -91,7 +93,8 @@ def compare_leaf(
         verdict = "equal"
     else:
         verdict = "rounding" if same and np.isfinite(absolute) else "different"
-    return Row(*named, verdict, *numbers, *high_error, index, ours[index].item(), theirs[index].item())
+    values = ours[index].item(), theirs[index].item()
+    return Row(*named, verdict, *numbers, high_error[0], high_error[1], index, values[0], values[1])
 
 
 def largest_value(values: Any) -> float:
@@ -115,7 +118,7 @@ def _same_dtype(ours: Any, one: np.dtype[Any], two: np.dtype[Any]) -> bool:
     """JAX without 64-bit types returns int32 for torch's int64, which is no fault of a port."""
     if isinstance(ours, torch.Tensor):
         one = np.dtype(jax_dtype(ours.dtype))
-    return one == two or (not jax.config.jax_enable_x64 and jax.dtypes.canonicalize_dtype(one) == two)
+    return one == two or (not jax.config.read("jax_enable_x64") and jax.dtypes.canonicalize_dtype(one) == two)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

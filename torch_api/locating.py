@@ -35,8 +35,10 @@ class Values:
 
     def takes(self, value: Any) -> bool:
         """Whether a value may be searched for."""
-        floats = jnp.issubdtype(getattr(value, "dtype", None), jnp.inexact)
-        return bool(floats) and int(np.prod(value.shape)) in self._arrays
+        dtype: Any = getattr(value, "dtype", None)
+        return (
+            dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact)) and int(np.prod(value.shape)) in self._arrays
+        )
 
     def add(self, value: Any) -> None:
         """Keep one value, if it may be searched for."""
@@ -55,7 +57,9 @@ class Values:
             # Sorted, a transposed or reshaped copy has the same numbers; this also bounds the distance from below.
             if (bound := float(np.max(np.abs(self._sorted[id(array)] - in_order))) / scale) >= nearest:
                 continue
-            nearest = min(nearest, bound if array.ndim != wanted.ndim else max(bound, _over_axes(array, wanted) / scale))
+            nearest = min(
+                nearest, bound if array.ndim != wanted.ndim else max(bound, _over_axes(array, wanted) / scale)
+            )
         return nearest
 
     def multiple(self, wanted: np.ndarray, tolerance: float) -> float | None:
@@ -105,7 +109,9 @@ def locate(calls: list[ModuleCall], closed: Any, inputs: list[Any], tolerance: f
             name, detail = _explain(i, calls, distances, values, tolerance)
             return Location(name, detail, float(distances[i] or 0.0), disagreeing)
     first = calls[suspects[0]]
-    return Location(first.name, "JAX does not compute its inputs either.", float(distances[suspects[0]] or 0), disagreeing)
+    return Location(
+        first.name, "JAX does not compute its inputs either.", float(distances[suspects[0]] or 0), disagreeing
+    )
 
 
 def _explain(

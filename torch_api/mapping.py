@@ -186,7 +186,8 @@ def _names(source: Source) -> tuple[str, ...]:
 
 def _reshaped(shape: Sequence[int], wanted: tuple[int, ...]) -> list[dict[str, Any]]:
     """The ways from a torch tensor's shape to a leaf's: as it is, transposed as kernels are, axes split or merged."""
-    shape, orders = tuple(shape), [None]
+    shape = tuple(shape)
+    orders: list[tuple[int, ...] | None] = [None]
     if len(shape) >= 2:
         orders.append((*range(2, len(shape)), 1, 0))  # [out, in, *window] -> [*window, in, out]
     ways: list[dict[str, Any]] = []
@@ -223,7 +224,7 @@ def _units(state: State, leaves: Mapping[str, Any]) -> list[tuple[str, int, int]
 
 def _assign(leaves: Mapping[str, Any], units: list[tuple[str, int, int]], state: State) -> dict[str, Source]:
     """The pairing of leaves and units with the best names in all."""
-    from scipy.optimize import linear_sum_assignment  # JAX requires scipy; nothing else here needs it
+    from scipy.optimize import linear_sum_assignment  # JAX requires scipy; only this needs it
 
     if not leaves or not units:
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from ..bridge.versions import bind
 
@@ -18,9 +20,14 @@ See = Callable[[Any, list[Any], list[Any]], None]  # (equation, its inputs, its 
 _UNROLLED = 128  # steps up to which a scan is looked into
 # Operations that move numbers, or make exact ones, and so never round.
 _MOVES = frozenset(
-    "broadcast_in_dim concatenate copy copy_p copy_to_host device_put dynamic_slice dynamic_update_slice expand_dims "
-    "gather iota name neg optimization_barrier pad reduce_precision reshape rev scatter select_n slice sort split "
-    "squeeze stop_gradient transpose abs sign max min clamp reduce_max reduce_min".split()
+    re.findall(
+        r"\w+",
+        """
+    broadcast_in_dim concatenate copy copy_p copy_to_host device_put dynamic_slice dynamic_update_slice expand_dims
+    gather iota name neg optimization_barrier pad reduce_precision reshape rev scatter select_n slice sort split
+    squeeze stop_gradient transpose abs sign max min clamp reduce_max reduce_min
+""",
+    )
 )
 
 
@@ -46,7 +53,8 @@ def is_same(one: Any, two: Any) -> bool:
 
 
 def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+    dtype: Any = getattr(value, "dtype", None)
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +117,7 @@ def _inner(equation: Any) -> Any:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = equation.params.get(key)
         if inner is not None:
-            inner = inner if hasattr(inner, "consts") else jax.extend.core.ClosedJaxpr(inner, ())
+            inner = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
             if len(inner.jaxpr.invars) == len(equation.invars):
                 return inner
     return None
@@ -191,8 +199,7 @@ def _is_float(aval: Any, least: int) -> bool:
 def _line(equation: Any) -> str:
     """``file.py:12`` of the user's line."""
     try:
-        from jax._src import source_info_util
-
+        source_info_util: Any = importlib.import_module("jax._src.source_info_util")
         frame = source_info_util.user_frame(equation.source_info.traceback)
         return f"{frame.file_name}:{frame.start_line}"
     except Exception:  # private, and only a help to the reader

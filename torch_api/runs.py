@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,18 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .programs import Mask
 
-_FACTORIES = frozenset(
-    (torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.linspace, torch.logspace, torch.arange)
-    + (torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.rand, torch.randn, torch.hann_window)
-)
+_FACTORIES = {torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.linspace, torch.logspace, torch.arange}
+_FACTORIES |= {torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.rand, torch.randn}
 _DRAWS = ("bernoulli_", "bernoulli", "native_dropout")
 # Operations that move numbers, or make exact ones, and so never round.
 _MOVES = frozenset(
-    "_unsafe_view alias arange as_strided cat clone constant_pad_nd copy_ detach empty empty_like empty_strided expand "
-    "expand_as eye fill fill_ flip full full_like gather index index_put index_select lift_fresh masked_fill "
-    "masked_fill_ narrow new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape roll scalar_tensor "
-    "select slice split split_with_sizes squeeze stack t transpose tril triu unbind unsqueeze view where zero_ zeros "
-    "zeros_like neg abs sign maximum minimum clamp max min amax amin bernoulli bernoulli_ sort".split()
+    re.findall(
+        r"\w+",
+        """
+    _unsafe_view alias arange as_strided cat clone constant_pad_nd copy_ detach empty empty_like empty_strided expand
+    expand_as eye fill fill_ flip full full_like gather index index_put index_select lift_fresh masked_fill
+    masked_fill_ narrow new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape roll scalar_tensor
+    select slice split split_with_sizes squeeze stack t transpose tril triu unbind unsqueeze view where zero_ zeros
+    zeros_like neg abs sign maximum minimum clamp max min amax amin bernoulli bernoulli_ sort
+""",
+    )
 )
 
 
