@@ -15,7 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["backends_are_initialized", "enable_x64", "mapping_trace", "native_export", "native_import", "weak_float"]
+__all__ = [
+    "backends_are_initialized",
+    "bind",
+    "enable_x64",
+    "mapping_trace",
+    "native_export",
+    "native_import",
+    "weak_float",
+]
 
 
 def enable_x64() -> AbstractContextManager[None]:
@@ -41,6 +49,15 @@ def mapping_trace() -> object:
         return trace
     except AttributeError:
         return object()  # equal to no other: nothing is known
+
+
+def bind(equation: Any, values: list[Any]) -> list[Any]:
+    """The outputs of one operation of a jaxpr on values."""
+    primitive = equation.primitive
+    bound: Any = primitive.get_bind_params(equation.params)
+    functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # a tuple before jax 0.10
+    outputs = primitive.bind(*functions, *values, **parameters)
+    return list(outputs) if primitive.multiple_results else [outputs]
 
 
 def weak_float(value: jax.Array) -> jax.Array:

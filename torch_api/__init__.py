@@ -4,6 +4,8 @@ from ..bridge import as_jax, as_torch, jax_function, lift, share_gpu_memory, to_
 from ..jax_impl import Aux, Static
 from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .chunking import chunked_vmap
+from .comparison import compare
+from .mapping import Source, propose_mapping
 from .microbatching import (
     AccumulationType,
     Accumulator,
@@ -14,18 +16,22 @@ from .microbatching import (
     reshape_batch_axis,
     weighted_mean,
 )
+from .report import Report
 from .scanning import checkpoint_chunked_scan, sliced_scan
 
 __all__ = [
     "AccumulationType",
     "Accumulator",
     "Aux",
+    "Report",
+    "Source",
     "Static",
     "as_jax",
     "as_torch",
     "assign_grads",
     "checkpoint_chunked_scan",
     "chunked_vmap",
+    "compare",
     "hessian",
     "hessian_blocks",
     "hessian_to_pytree",
@@ -37,6 +43,7 @@ __all__ = [
     "micro_grad",
     "micro_vmap",
     "microbatch",
+    "propose_mapping",
     "reshape_batch_axis",
     "share_gpu_memory",
     "sliced_scan",
