@@ -21,6 +21,7 @@ from .differences import Precision, as_numpy, compare_leaf
 from .mapping import Entry, Unmapped, is_parameter, leaf_paths
 from .programs import Mask, compiled, is_same, run, trace
 from .report import Row
+from .runs import Widened
 from .torch_side import State, TorchSide, Weights, cast, floats, is_tensor
 
 
@@ -251,7 +252,11 @@ def traced(ours: TorchSide, engine: str) -> JaxSide:
         return JaxSide(engine, captured, lambda state, high: {}, [], {})
 
     def torch_fun(state: State, args: Any) -> Any:
-        return ours.call(state, args)
+        given = [leaf.dtype for leaf in jax.tree.leaves(to_jax_tree((state, args))) if is_tensor(leaf)]
+        # The float64 run makes its own tensors float64, as the eager one does.
+        wide = torch.float64 in given or torch.complex128 in given
+        with Widened() if wide else contextlib.nullcontext():
+            return ours.call(state, args)
 
     fun = as_jax(torch_fun, engine)  # type: ignore[arg-type]
     # Dicts keep their order, and containers that only torch knows come back, without the detour through JAX's own.
