@@ -343,6 +343,6 @@ def micro_grad(
         with jax.named_scope("micro_grad"):
             plan = options.plan(batch.rows)
             joined = (accumulator, AccumulationType.CONCAT)
-            return accumulate(example, batch, plan, joined, jax.vmap, lambda: unchanged)
+            return accumulate(example, batch, plan, joined, jax.vmap, lambda: unchanged, factored=True)
 
     return grads_of
