@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .networks import Factor, Label, Term, UnsupportedError, Windows, dense, new_label
+from .networks import Factor, Label, Term, UnsupportedError, Windows, dense, new_label, whole
 from .rules import RULES, Lazy
 from .sums import wide
 
@@ -69,7 +69,8 @@ def _convolution(ev: Any, e: Any) -> Any:
     value = Lazy(out.shape, out.dtype, (term,))
     if value.stored >= math.prod(out.shape):
         ev.decided(e, "direct", "no larger than its factors")
-        return dense(term, wide(out.dtype)).astype(out.dtype)
+        array = dense(term, wide(out.dtype)).astype(out.dtype)
+        return Lazy(out.shape, out.dtype, (whole(array, True),))
     return value
 
 

@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from .inlining import batched_variables, bind, inline, pruned, scan_flags
 from . import convolutions  # noqa: F401  (its rule)
-from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label
+from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole
 from .rules import ACCEPTS, RULES, Lazy, Squares, adds, loop_sums
 from .sums import wide
 
@@ -165,15 +165,20 @@ class _Evaluator:
         if not isinstance(value, Lazy) or (v in self.uses and all(adds(use) for use in self.uses[v])):
             return value
         value = Lazy(value.shape, value.dtype, merged(value.terms))
-        if value.stored >= v.aval.size or len(value.terms) > _MOST_TERMS or v not in self.kinds:
-            small = value.stored >= v.aval.size
-            reason = "no larger than its factors" if small else self.refusals.get(v, "a sum of too many terms")
-            self.paths[v] = Path("direct" if small else "materialised", reason, v.aval.size)
-            arrays = [self.read(x) for x in e.invars]
-            if e.primitive.name == "dot_general" and not any(isinstance(x, Lazy) for x in arrays):
-                return bind(e, arrays)[0]
-            return value.dense()
-        return value
+        if not value.terms or value.is_array:
+            return value
+        small, many = value.stored >= v.aval.size, len(value.terms) > _MOST_TERMS
+        if not small and not many:
+            return value
+        self.decided(e, "direct", "no larger than its factors") if small else self.decided(
+            e, "materialised", "a sum of too many terms"
+        )
+        arrays = [self.read(x) for x in e.invars]
+        if e.primitive.name == "dot_general" and not any(isinstance(x, Lazy) for x in arrays):
+            array = bind(e, arrays)[0]
+        else:
+            array = value.dense()
+        return Lazy(value.shape, value.dtype, (whole(array, True),))
 
     def _scan(self, e: Any) -> list[Any]:
         """A loop whose carry only collects, or whose stacked outputs are products, returns factors instead."""
@@ -223,7 +228,7 @@ class _Evaluator:
                 total = total.plus(self.read(start), self.is_batched(start))
             for part in totals[k]:
                 total = total.plus(*part) if isinstance(part, tuple) else total.plus(part, True)
-            outputs[k] = self._settled(e.outvars[k], total, e) if e.outvars[k] in self.kinds else total.dense()
+            outputs[k] = self._settled(e.outvars[k], total, e)
         for j, v in enumerate(stacked):
             i = len(collected) + j
             if pieces[i].terms is None:
@@ -278,7 +283,7 @@ def rewrite(closed: ClosedJaxpr, batched: Sequence[bool], wanted: Sequence[bool]
             if isinstance(value, Lazy) and want:
                 value = Lazy(value.shape, value.dtype, merged(value.terms))
                 arrays, terms = _packed(value)
-                path = Path("factored", _describe(value), value.stored)
+                path = _path_of(evaluator, v) if value.is_array else Path("factored", _describe(value), value.stored)
                 pieces.append(Piece([flag for _, flag in arrays], terms, value.shape, value.dtype))
                 flat += [array for array, _ in arrays]
             else:
@@ -407,6 +412,9 @@ def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
     """The term with the examples' weights in its smallest factor."""
     own = [i for i, f in enumerate(term.factors) if label in f.labels]
     smallest = min(own, key=lambda i: term.factors[i].stored, default=None)
+    # Derivatives put the cotangent first. If it carries the weights, a layer's bias can share the product.
+    if own and term.factors[own[0]].stored <= 2 * term.factors[smallest or 0].stored:
+        smallest = own[0]
     factors = list(term.factors)
     along = lambda values, f: values.reshape(-1, *[1] * (f.array.ndim - 1)) if values.ndim else values
     for i in own:
@@ -446,7 +454,8 @@ class Factored:
         outs: list[Any] = []
         for piece, arrays in zip(self.program.pieces, self.program.groups(mapped), strict=True):
             if piece.terms is not None:
-                outs.append(ExampleSum(piece, arrays, rows))
+                # Else XLA computes the factors once more, fused with their weighting, and keeps all that this takes.
+                outs.append(ExampleSum(piece, [jax.lax.optimization_barrier(array) for array in arrays], rows))
             else:
                 array = arrays[0]
                 outs.append(array if piece.flags[0] else jnp.broadcast_to(array, (rows, *array.shape)))

@@ -49,6 +49,13 @@ class Lazy:
         """Elements kept for each example."""
         return sum(t.stored for t in self.terms)
 
+    @property
+    def is_array(self) -> bool:
+        """Whether it is one array, at most moved and scaled."""
+        return len(self.terms) == 1 and len(self.terms[0].factors) == 1 and not self.terms[0].places and (
+            self.stored == math.prod(self.shape)
+        )
+
     def dense(self) -> jax.Array:
         """The array."""
         total = jnp.zeros(self.shape, self.dtype)
