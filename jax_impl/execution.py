@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .accumulation import AccumulationType, AccumulatorTree, WeightedMean
 from .arguments import Batch, Function
-from .factored import Factored
+from .factored import Explanation, Factored
 from .fitting import Output, bind, match
 from .partition import Plan
 from .trees import PyTree, flatten_with_names, outlined, structure, varying_axes
@@ -135,6 +135,19 @@ def _by_factors(
         return jax.jvp(at, [primals[p] for p in moved], [tangents[p] for p in moved])
 
     return lambda *leaves: call(*consts, *leaves)
+
+
+def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: int) -> Explanation:
+    """How the gradients are computed that an example returns last, after a result and auxiliary output."""
+    main = _Mapped(example, example_shapes(batch), batch.axes)
+    grads = flatten_with_names(main.output[-1], "")[0]
+    flags = summed_outputs((*joined, AccumulationType.SUM), main)
+    paths = Factored(main.closed, batch.axes, flags).program.paths[-len(grads) :] if grads else []
+    return Explanation(
+        {name: path for (name, _), path in zip(grads, paths, strict=True)},
+        {name: int(g.size) * g.dtype.itemsize * rows for name, g in grads},
+        {name: path.stored * g.dtype.itemsize * rows for (name, g), path in zip(grads, paths, strict=True)},
+    )
 
 
 def as_varying(step: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:

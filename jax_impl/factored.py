@@ -1,8 +1,8 @@
 """Sums over examples of what each example computes, without computing it for each.
 
-The gradient of a weight is, for one example, a product: ``X[t, i] D[t, o]`` summed over t. Its norm and the weighted sum
-of such gradients over a batch follow from the factors (:mod:`networks`), and nothing of size batch x parameters has to
-exist. Here the program of one example is rewritten so that it returns factors in the place of such arrays:
+The gradient of a weight is, for one example, a product: ``X[t, i] D[t, o]`` summed over t. Its norm and the weighted
+sum of such gradients over a batch follow from the factors (:mod:`networks`), and nothing of size batch x parameters has
+to exist. Here the program of one example is rewritten so that it returns factors in the place of such arrays:
 
 1. :func:`plan` finds, from the outputs backwards, the variables that are only ever used in ways that factors allow:
    moved, scaled, added up, squared and summed, and in the end summed over the examples.
@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from .inlining import batched_variables, bind, inline, pruned, scan_flags
 from . import convolutions  # noqa: F401  (its rule)
+from .inlining import batched_variables, bind, inline, pruned, scan_flags
 from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole
 from .rules import ACCEPTS, RULES, Lazy, Squares, adds, loop_sums
 from .sums import wide
@@ -43,6 +43,29 @@ class Path:
     """Elements kept for each example."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a parameter's per-example gradients are kept as, by the parameter's name; printed, a table.
+
+    A path is ``"factored"`` (a product that is not carried out), ``"direct"`` (an array no larger than what it is
+    computed from, such as a bias's) or ``"materialised"`` (an array, as no rule covers it; the reason says where).
+    """
+
+    paths: dict[str, Path]
+    dense_bytes: dict[str, int]
+    """What the gradients of a microbatch would take as arrays."""
+    kept_bytes: dict[str, int]
+    """What is kept for a microbatch."""
+
+    def __str__(self) -> str:
+        rows = [("parameter", "path", "kept bytes", "as arrays", "why")]
+        for name, p in self.paths.items():
+            rows.append((name or "all", p.path, str(self.kept_bytes[name]), str(self.dense_bytes[name]), p.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        cells = [[row[i].ljust(w) for i, w in enumerate(widths)] for row in rows]
+        return "\n".join("  ".join([*cell, row[4]]).rstrip() for cell, row in zip(cells, rows, strict=True))
+
+
 def plan(jaxpr: Any, batched: set[Any], wanted: Sequence[bool]) -> tuple[dict[Any, str], dict[Any, str]]:
     """The variables that may stay factors, each ``"lazy"`` or ``"squares"``; and why others may not."""
     verdicts: dict[Any, list[str]] = {}
@@ -58,7 +81,9 @@ def plan(jaxpr: Any, batched: set[Any], wanted: Sequence[bool]) -> tuple[dict[An
         if len(found) == 1 and found <= {"lazy", "squares"} and v in batched and _eligible(v.aval):
             kinds[v] = found.pop()
         elif v in batched:
-            refusals[v] = next((r for r in verdicts.get(v, ()) if r not in ("lazy", "squares")), "it is used in two ways")
+            refusals[v] = next(
+                (r for r in verdicts.get(v, ()) if r not in ("lazy", "squares")), "it is used in two ways"
+            )
 
     for e in reversed(jaxpr.eqns):
         for v in e.outvars:
@@ -262,7 +287,7 @@ class Rewritten:
 
     closed: ClosedJaxpr
     pieces: list[Piece]
-    paths: list[Path | None]
+    paths: list[Path]
 
     def groups(self, arrays: Sequence[Any], skip: int = 0) -> list[list[Any]]:
         """The flat outputs, those of each piece together."""
@@ -273,13 +298,12 @@ class Rewritten:
 def rewrite(closed: ClosedJaxpr, batched: Sequence[bool], wanted: Sequence[bool]) -> Rewritten:
     """Rewrite an inlined program so that it returns factors for the outputs that are wanted as sums."""
     pieces: list[Piece] = []
-    paths: list[Path | None] = []
+    paths: list[Path] = []
 
     def run(*args: Any) -> list[Any]:
         evaluator = _Evaluator(closed, batched, wanted)
         flat = []
         for v, value, want in zip(closed.jaxpr.outvars, evaluator.run(args), wanted, strict=True):
-            path = None
             if isinstance(value, Lazy) and want:
                 value = Lazy(value.shape, value.dtype, merged(value.terms))
                 arrays, terms = _packed(value)
@@ -305,7 +329,7 @@ def _describe(value: Lazy) -> str:
     return "product of " + ", and of ".join(shapes) if shapes else "zero"
 
 
-def _path_of(evaluator: _Evaluator, v: Any) -> Path | None:
+def _path_of(evaluator: _Evaluator, v: Any) -> Path:
     """How an output that is an array came about: from where it was made, moves of axes aside."""
     makers = {out: e for e in evaluator.jaxpr.eqns for out in e.outvars}
     while not isinstance(v, Literal) and v in makers and v not in evaluator.paths:
@@ -460,4 +484,3 @@ class Factored:
                 array = arrays[0]
                 outs.append(array if piece.flags[0] else jnp.broadcast_to(array, (rows, *array.shape)))
         return outs
-

@@ -146,9 +146,7 @@ class Term:
             factors=tuple(dataclasses.replace(f, labels=get(f.labels)) for f in self.factors),
             axes=tuple(map(get, self.axes)),
             sizes={table.get(x, x): n for x, n in self.sizes.items()},
-            places={
-                table.get(x, x): dataclasses.replace(p, labels=get(p.labels)) for x, p in self.places.items()
-            },
+            places={table.get(x, x): dataclasses.replace(p, labels=get(p.labels)) for x, p in self.places.items()},
         )
 
     def fresh(self) -> Term:
@@ -165,7 +163,9 @@ def whole(array: Any, batched: bool) -> Term:
     return Term((Factor(array.reshape(tuple(sizes.values())), labels, batched),), axes, sizes)
 
 
-def _einsum(factors: Sequence[Factor], out: Sequence[Label], sizes: dict[Label, int], dtype: Any, precision: Any) -> Any:
+def _einsum(
+    factors: Sequence[Factor], out: Sequence[Label], sizes: dict[Label, int], dtype: Any, precision: Any
+) -> Any:
     """The factors contracted to the labels ``out``, in the cheapest order."""
     numbers: dict[Label, int] = {}
     number = lambda labels: [numbers.setdefault(x, len(numbers)) for x in labels]
@@ -258,9 +258,9 @@ def dense(term: Term, dtype: Any) -> Any:
 def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], entries: list[Label]) -> Any:
     """``[entries, plain] -> [spread, plain]``: the entries added at their places."""
     places = [term.places[x] for x in spread]
-    if all(p.static and _contiguous(p.index) and p.labels == (k,) for p, k in zip(places, entries, strict=False)) and len(
-        entries
-    ) == len(places):
+    if all(
+        p.static and _contiguous(p.index) and p.labels == (k,) for p, k in zip(places, entries, strict=False)
+    ) and len(entries) == len(places):
         padding = [(int(p.index[0]), p.size - int(p.index[-1]) - 1, 0) for p in places]
         return jax.lax.pad(values, jnp.zeros((), values.dtype), [*padding, *[(0, 0, 0)] * len(plain)])
     counts = [term.sizes[k] for k in entries]
@@ -328,7 +328,11 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
             if at_x.static and at_y.static:
                 if not np.isin(at_x.index, at_y.index).any():
                     return None
-                if at_x.index.shape == at_y.index.shape and (at_x.index == at_y.index).all() and at_x.labels != at_y.labels:
+                if (
+                    at_x.index.shape == at_y.index.shape
+                    and (at_x.index == at_y.index).all()
+                    and at_x.labels != at_y.labels
+                ):
                     table.update(zip(at_y.labels, at_x.labels, strict=True))
                     continue
             left = jnp.asarray(at_x.index).reshape(*at_x.index.shape, *[1] * len(at_y.labels))

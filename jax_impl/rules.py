@@ -52,8 +52,11 @@ class Lazy:
     @property
     def is_array(self) -> bool:
         """Whether it is one array, at most moved and scaled."""
-        return len(self.terms) == 1 and len(self.terms[0].factors) == 1 and not self.terms[0].places and (
-            self.stored == math.prod(self.shape)
+        return (
+            len(self.terms) == 1
+            and len(self.terms[0].factors) == 1
+            and not self.terms[0].places
+            and (self.stored == math.prod(self.shape))
         )
 
     def dense(self) -> jax.Array:
@@ -444,9 +447,7 @@ def _reduce_sum(ev: Any, e: Any) -> Any:
         held = {x for f in t.factors for x in f.labels} | {k for p in places.values() for k in p.labels}
         free = math.prod(t.sizes[x] for x in {*gone, *entries} - held - t.places.keys())
         scale = t.scale if free == 1 else (*t.scale, Factor(jnp.asarray(float(free)), (), False))
-        return t.replace(
-            axes=tuple(axis for d, axis in enumerate(t.axes) if d not in axes), places=places, scale=scale
-        )
+        return t.replace(axes=tuple(axis for d, axis in enumerate(t.axes) if d not in axes), places=places, scale=scale)
 
     return _lazy(ev, v).map(summed, out.shape)
 
@@ -520,7 +521,9 @@ def _dot(ev: Any, e: Any) -> Any:
         for t in b.terms:
             product, extra = join(s, t)
             # With a weight shared by all examples: into the factor that has its summed axis, for one factor less.
-            terms.append(_contracted(product, extra) if any(held) else product.replace(factors=(*product.factors, *extra)))
+            terms.append(
+                _contracted(product, extra) if any(held) else product.replace(factors=(*product.factors, *extra))
+            )
     return Lazy(out.shape, out.dtype, tuple(terms))
 
 
@@ -590,9 +593,7 @@ def _scatter_add(ev: Any, e: Any) -> Lazy:
     if "CLIP" not in mode and "PROMISE" not in mode:
         spread = [array.shape[d] if d in entry_axes else 1 for d in range(array.ndim)]
         array = jnp.where(alive.reshape(spread), array, 0)
-    factor = Factor(
-        array.reshape([n for n in array.shape if n != 1]), tuple(x for x in labels if x is not None), True
-    )
+    factor = Factor(array.reshape([n for n in array.shape if n != 1]), tuple(x for x in labels if x is not None), True)
     term = Term((factor,), tuple(axes), sizes, places)
     return _lazy(ev, target).plus(Lazy(shape, target.aval.dtype, (term,)), True)
 
