@@ -56,6 +56,7 @@ def _convolution(ev: Any, e: Any) -> Any:
         tuple(p["rhs_dilation"]),
         taps,
         tuple(positions),
+        (False,) * spatial,
     )
     cotangent = Factor(
         rhs.reshape(count, rhs.shape[0] // count, *rhs.shape[1:]), (group, feature, channel, *position_labels), True

@@ -61,6 +61,8 @@ class Windows(Factor):
     dilation: tuple[int, ...]
     taps: tuple[int, ...]
     positions: tuple[int, ...]
+    flipped: tuple[bool, ...]
+    """Whether the taps of an axis are counted from the last."""
 
     @property
     def tap_labels(self) -> tuple[Label, ...]:
@@ -78,7 +80,8 @@ class Windows(Factor):
             padded = self.array
         factors = []
         for tap in itertools.product(*map(range, self.taps)):
-            start = [k * s for k, s in zip(tap, self.stride, strict=True)]
+            count = zip(tap, self.taps, self.flipped, strict=True)
+            start = [(n - 1 - k if flip else k) * s for (k, n, flip), s in zip(count, self.stride, strict=True)]
             stop = [a + (n - 1) * d + 1 for a, n, d in zip(start, self.positions, self.dilation, strict=True)]
             cut = jax.lax.slice(
                 padded, [0] * lead + start, [*padded.shape[:lead], *stop], [1] * lead + list(self.dilation)
@@ -259,7 +262,7 @@ def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], en
     """``[entries, plain] -> [spread, plain]``: the entries added at their places."""
     places = [term.places[x] for x in spread]
     if all(
-        p.static and _contiguous(p.index) and p.labels == (k,) for p, k in zip(places, entries, strict=False)
+        p.static and contiguous(p.index) and p.labels == (k,) for p, k in zip(places, entries, strict=False)
     ) and len(entries) == len(places):
         padding = [(int(p.index[0]), p.size - int(p.index[-1]) - 1, 0) for p in places]
         return jax.lax.pad(values, jnp.zeros((), values.dtype), [*padding, *[(0, 0, 0)] * len(plain)])
@@ -273,7 +276,8 @@ def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], en
     return target.at[tuple(where)].add(values, mode="promise_in_bounds")
 
 
-def _contiguous(index: Any) -> bool:
+def contiguous(index: Any) -> bool:
+    """Whether indices follow one another."""
     return index.ndim == 1 and bool((np.diff(index) == 1).all()) and len(index) > 0
 
 
@@ -281,6 +285,8 @@ def matched(a: Term, b: Term, pairs: Sequence[tuple[int, int]]) -> tuple[Term, T
     """Both terms with the paired axes cut into labels of the same lengths."""
     for i, j in pairs:
         position = 0
+        if not a.axes[i] or not b.axes[j]:
+            continue  # of length 1: repeated along the other
         while position < max(len(a.axes[i]), len(b.axes[j])):
             if position >= min(len(a.axes[i]), len(b.axes[j])):
                 raise UnsupportedError("axes of different cut")
@@ -363,7 +369,7 @@ def taken(f: Factor, label: Label, places: Places) -> Factor:
     if label not in f.labels:
         return f
     i = f.labels.index(label)
-    if places.static and _contiguous(places.index):
+    if places.static and contiguous(places.index):
         array = jax.lax.slice_in_dim(f.array, int(places.index[0]), int(places.index[-1]) + 1, axis=i)
     else:
         array = jnp.take(f.array, jnp.asarray(places.index), axis=i, mode="clip")
@@ -383,7 +389,8 @@ def self_inner(term: Term, dtype: Any) -> Any:
         copy = {x: new_label() for x in term.sizes if x not in entries}
         sizes = term.sizes | {copy[x]: n for x, n in term.sizes.items() if x in copy}
         again = [tuple(copy.get(x, x) for x in g) for g in groups]
-        direct = cost(groups, entries, sizes) + 2 * math.prod(sizes[x] for x in entries)
+        # Writing and reading the array costs more than as many multiplications.
+        direct = cost(groups, entries, sizes) + 8 * math.prod(sizes[x] for x in entries)
         if direct <= cost([*groups, *again], (), sizes):
             values = _einsum(_expanded(term.factors), entries, term.sizes, dtype, term.precision)
             return _scaled(jnp.sum(jnp.square(values)), term.scale, 2)

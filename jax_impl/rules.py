@@ -24,6 +24,7 @@ from .networks import (
     Term,
     UnsupportedError,
     Windows,
+    contiguous,
     dense,
     inner,
     matched,
@@ -67,9 +68,10 @@ class Lazy:
             total = part if i == 0 else total + part
         return total.astype(self.dtype)
 
-    def map(self, change: Callable[[Term], Term], shape: Sequence[int] | None = None) -> Lazy:
-        """The sum of the changed terms."""
-        return Lazy(self.shape if shape is None else tuple(shape), self.dtype, tuple(map(change, self.terms)))
+    def map(self, change: Callable[[Term], Term | None], shape: Sequence[int] | None = None) -> Lazy:
+        """The sum of the changed terms; None drops one."""
+        terms = tuple(t for t in map(change, self.terms) if t is not None)
+        return Lazy(self.shape if shape is None else tuple(shape), self.dtype, terms)
 
     def plus(self, value: Any, batched: bool) -> Lazy:
         """The sum with another lazy value, or with an array."""
@@ -207,10 +209,19 @@ def _reverse(ev: Any, e: Any) -> Lazy:
         for label in [x for d in dimensions for x in t.axes[d]]:
             if label in t.places or t.out.count(label) > 1:
                 raise UnsupportedError("a reversed axis that is indexed")
-            t = _on_label(t, label, lambda array, i: jnp.flip(array, i))
+            t = t.replace(factors=tuple(_flipped_taps(f, label) for f in t.factors))
+            if not any(isinstance(f, Windows) and label in f.tap_labels for f in t.factors):
+                t = _on_label(t, label, lambda array, i: jnp.flip(array, i))
         return t
 
     return _lazy(ev, e.invars[0]).map(reverse)
+
+
+def _flipped_taps(f: Factor, label: Label) -> Factor:
+    if not isinstance(f, Windows) or label not in f.tap_labels:
+        return f
+    axis = f.tap_labels.index(label)
+    return dataclasses.replace(f, flipped=tuple(flip != (i == axis) for i, flip in enumerate(f.flipped)))
 
 
 def _slice(ev: Any, e: Any) -> Lazy:
@@ -218,9 +229,9 @@ def _slice(ev: Any, e: Any) -> Lazy:
     starts, stops = e.params["start_indices"], e.params["limit_indices"]
     strides = e.params["strides"] or (1,) * len(given)
 
-    def cut(t: Term) -> Term:
+    def cut(t: Term | None) -> Term | None:
         for d, (n, a, b, s) in enumerate(zip(given, starts, stops, strides, strict=True)):
-            if (a, b, s) != (0, n, 1):
+            if t is not None and (a, b, s) != (0, n, 1):
                 t = _cut(t, d, a, b, s)
         return t
 
@@ -228,15 +239,60 @@ def _slice(ev: Any, e: Any) -> Lazy:
     return _lazy(ev, e.invars[0]).map(lambda t: cut(t.fresh()), shape)
 
 
-def _cut(term: Term, axis: int, start: int, stop: int, stride: int) -> Term:
-    """``term[start:stop:stride]`` along an axis."""
-    labels = term.axes[axis]
-    if len(labels) != 1 or labels[0] in term.places or term.out.count(labels[0]) > 1:
-        raise UnsupportedError("a slice of an axis that is indexed or merged")
-    term = _on_label(term, labels[0], lambda x, i: jax.lax.slice_in_dim(x, start, stop, stride, axis=i))
-    length = len(range(start, stop, stride))
-    term = term.replace(sizes=term.sizes | {labels[0]: length})
-    return _on_label_dropped(term, labels[0]) if length == 1 else term
+def _cut(term: Term, axis: int, start: int, stop: int, stride: int = 1) -> Term | None:
+    """``term[start:stop:stride]`` along an axis; None where nothing but zeros is left."""
+    labels, length = term.axes[axis], len(range(start, stop, stride))
+    if len(labels) != 1 or term.out.count(labels[0]) > 1:
+        raise UnsupportedError("a slice of a merged axis")
+    label = labels[0]
+    if label in term.places:
+        p = term.places[label]
+        if not p.static or stride != 1:
+            raise UnsupportedError("a slice of an axis that is indexed")
+        inside = np.flatnonzero((p.index >= start) & (p.index < stop))
+        if not len(inside):
+            return None
+        if len(p.labels) != 1 or not contiguous(inside):
+            raise UnsupportedError("a slice of an axis that is indexed")
+        first, last = int(inside[0]), int(inside[-1]) + 1
+        entry, places = p.labels[0], {x: q for x, q in term.places.items() if x != label}
+        term = _on_label(term, entry, lambda x, i: jax.lax.slice_in_dim(x, first, last, axis=i))
+        index = p.index[first:last] - start
+        if len(index) < length:
+            places[label] = dataclasses.replace(p, index=index, size=length)
+            return term.replace(places=places, sizes=term.sizes | {entry: len(index), label: length})
+        axes = tuple((entry,) if axis_labels == labels else axis_labels for axis_labels in term.axes)
+        term, label = term.replace(places=places, axes=axes), entry
+    else:
+        term = _on_label(term, label, lambda x, i: jax.lax.slice_in_dim(x, start, stop, stride, axis=i))
+    term = term.replace(sizes=term.sizes | {label: length})
+    return _on_label_dropped(term, label) if length == 1 else term
+
+
+def _without_axis(term: Term | None, axis: int) -> Term | None:
+    return None if term is None else term.replace(axes=(*term.axes[:axis], *term.axes[axis + 1 :]))
+
+
+def _unstack(ev: Any, e: Any) -> list[Lazy]:
+    axis, value = e.params["axis"], _lazy(ev, e.invars[0])
+    shape = e.outvars[0].aval.shape
+    if len(e.outvars) == 1:
+        return [value.map(lambda t: _without_axis(t, axis), shape)]
+    cut = lambda t, i: _without_axis(_cut(t.fresh(), axis, i, i + 1), axis)
+    return [value.map(lambda t, i=i: cut(t, i), shape) for i in range(len(e.outvars))]
+
+
+def _stack(ev: Any, e: Any) -> Lazy:
+    axis, count, shape = e.params["axis"], len(e.invars), e.outvars[0].aval.shape
+    total = Lazy(shape, e.outvars[0].aval.dtype, ())
+
+    def put(t: Term, i: int) -> Term:
+        t = t.replace(axes=(*t.axes[:axis], (), *t.axes[axis:]))
+        return t if count == 1 else _placed(t, axis, i, count)
+
+    for i, v in enumerate(e.invars):
+        total = total.plus(_lazy(ev, v).map(lambda t, i=i: put(t, i)), True)
+    return total
 
 
 def _on_label_dropped(term: Term, label: Label) -> Term:
@@ -253,8 +309,8 @@ def _on_label_dropped(term: Term, label: Label) -> Term:
     return term.replace(factors=tuple(f for f in factors if f.labels), axes=axes, sizes=sizes, scale=scale)
 
 
-def _placed(term: Term, axis: int, start: int, size: int) -> Term:
-    """The term put at ``start`` of an axis of length ``size``, the rest being zero."""
+def _placed(term: Term, axis: int, start: int, size: int, stride: int = 1) -> Term:
+    """The term put at every ``stride``-th entry from ``start`` of an axis of length ``size``, the rest being zero."""
     labels = term.axes[axis]
     if len(labels) > 1:
         raise UnsupportedError("a merged axis that is padded")
@@ -262,12 +318,12 @@ def _placed(term: Term, axis: int, start: int, size: int) -> Term:
     places, sizes = dict(term.places), term.sizes | {out: size}
     if labels and labels[0] in places:
         old = places.pop(labels[0])
-        places[out] = dataclasses.replace(old, index=old.index + start, size=size)
+        places[out] = dataclasses.replace(old, index=old.index * stride + start, size=size)
     else:
         n = term.sizes[labels[0]] if labels else 1
         entry = labels or (new_label(),)
         sizes[entry[0]] = n
-        places[out] = Places(np.arange(start, start + n), entry, size, False)
+        places[out] = Places(start + stride * np.arange(n), entry, size, False)
         if not labels:
             term = term.replace(factors=(*term.factors, Factor(jnp.ones(1), entry, False)))
     axes = (*term.axes[:axis], (out,), *term.axes[axis + 1 :])
@@ -279,12 +335,17 @@ def _pad(ev: Any, e: Any) -> Lazy:
         raise UnsupportedError("padding that is not zero")
     shape = e.outvars[0].aval.shape
 
-    def pad(t: Term) -> Term:
+    def pad(t: Term | None) -> Term | None:
         for d, (low, high, interior) in enumerate(e.params["padding_config"]):
-            if interior or low < 0 or high < 0:
-                raise UnsupportedError("padding between or below entries")
-            if low or high:
-                t = _placed(t, d, low, shape[d])
+            if t is None or (low, high, interior) == (0, 0, 0):
+                continue
+            if low < 0 or high < 0:
+                if interior:
+                    raise UnsupportedError("padding between entries that also cuts")
+                length = e.invars[0].aval.shape[d]
+                t = _cut(t.fresh(), d, max(-low, 0), length - max(-high, 0))
+            if t is not None and (low > 0 or high > 0 or interior):
+                t = _placed(t, d, max(low, 0), shape[d], interior + 1)
         return t
 
     return _lazy(ev, e.invars[0]).map(pad, shape)
@@ -345,7 +406,8 @@ def _multiply(ev: Any, e: Any) -> Any:
     a, b = _lazy(ev, left), _lazy(ev, right)
     if len(a.terms) * len(b.terms) > 4:
         raise UnsupportedError("a product of sums")
-    return Lazy(a.shape, e.outvars[0].aval.dtype, tuple(_product(s, t) for s in a.terms for t in b.terms))
+    shape, dtype = e.outvars[0].aval.shape, e.outvars[0].aval.dtype
+    return Lazy(shape, dtype, tuple(_product(s, t) for s in a.terms for t in b.terms))
 
 
 def _product(a: Term, b: Term) -> Term:
@@ -355,20 +417,18 @@ def _product(a: Term, b: Term) -> Term:
     if b.places:
         raise UnsupportedError("a product of two indexed arrays")
     a, b = matched(a, b.fresh(), [(i, i) for i in range(len(a.axes))])
-    factors, table = list(b.factors), {}
-    for x, y in zip(a.out, b.out, strict=True):
-        if x in a.places:
-            factors = [taken(f, y, a.places[x]) for f in factors]
-        else:
-            table[y] = x
+    factors, table, axes = list(b.factors), {}, []
+    for ours, theirs in zip(a.axes, b.axes, strict=True):
+        axes.append(ours or theirs)
+        for x, y in zip(ours, theirs, strict=False):  # an axis of length 1 has no label: it is repeated
+            if x in a.places:
+                factors = [taken(f, y, a.places[x]) for f in factors]
+            else:
+                table[y] = x
     factors = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in factors]
     mask = a.mask if b.mask is None else b.mask if a.mask is None else a.mask & b.mask
-    return _absorbed(
-        a.replace(
-            sizes=a.sizes | {table.get(x, x): n for x, n in b.sizes.items()}, scale=(*a.scale, *b.scale), mask=mask
-        ),
-        factors,
-    )
+    sizes = a.sizes | {table.get(x, x): n for x, n in b.sizes.items()}
+    return _absorbed(a.replace(axes=tuple(axes), sizes=sizes, scale=(*a.scale, *b.scale), mask=mask), factors)
 
 
 def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
@@ -403,7 +463,7 @@ def _divide(ev: Any, e: Any) -> Lazy:
     if ev.is_batched(other):
         raise UnsupportedError("a quotient that differs between examples")
     inverse = whole(1 / ev.array(other), False)
-    return _lazy(ev, value).map(lambda t: _product(t, inverse))
+    return _lazy(ev, value).map(lambda t: _product(t, inverse), e.outvars[0].aval.shape)
 
 
 def _select(ev: Any, e: Any) -> Lazy:
@@ -598,6 +658,16 @@ def _scatter_add(ev: Any, e: Any) -> Lazy:
     return _lazy(ev, target).plus(Lazy(shape, target.aval.dtype, (term,)), True)
 
 
+def _scatter_zero(ev: Any, e: Any) -> Lazy:
+    """Entries set to zero, as the gradient of what was overwritten: a product with a mask."""
+    target, indices, updates = e.invars
+    if not ev.is_zero(updates) or ev.is_batched(indices):
+        raise UnsupportedError("entries that are overwritten")
+    ones = jnp.ones(target.aval.shape, target.aval.dtype)
+    mask = whole(bind(e, [ones, ev.array(indices), ev.array(updates)])[0], False)
+    return _lazy(ev, target).map(lambda t: _product(t, mask))
+
+
 def _update_slice(ev: Any, e: Any) -> Lazy:
     target, update, *starts = e.invars
     if not ev.is_zero(target):
@@ -651,6 +721,8 @@ RULES: dict[str, Callable[[Any, Any], Any]] = {
     "rev": _reverse,
     "slice": _slice,
     "split": _split,
+    "stack": _stack,
+    "unstack": _unstack,
     "pad": _pad,
     "concatenate": _concatenate,
     "neg": _negative,
@@ -664,6 +736,7 @@ RULES: dict[str, Callable[[Any, Any], Any]] = {
     "square": _square,
     "integer_pow": _square,
     "dot_general": _dot,
+    "scatter": _scatter_zero,
     "scatter-add": _scatter_add,
     "scatter_add": _scatter_add,
     "dynamic_update_slice": _update_slice,
@@ -734,8 +807,8 @@ def _of_scan(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
 
 ACCEPTS: dict[str, Accepts] = {
     **{name: _if_lazy(0) for name in ("transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type")},
-    **{name: _if_lazy(0) for name in ("copy", "copy_p", "rev", "slice", "pad", "neg", "div", "scatter-add")},
-    **{name: _if_lazy() for name in ("add", "add_any", "sub", "concatenate")},
+    **{name: _if_lazy(0) for name in ("copy", "copy_p", "rev", "slice", "pad", "neg", "div", "scatter", "scatter-add")},
+    **{name: _if_lazy() for name in ("add", "add_any", "sub", "concatenate", "stack")},
     "dynamic_update_slice": _if_lazy(0, 1),
     "select_n": _if_lazy(1, 2),
     "mul": _of_product,
@@ -746,6 +819,7 @@ ACCEPTS: dict[str, Accepts] = {
     "optimization_barrier": _of_barrier,
     "scan": _of_scan,
     "split": _of_split,
+    "unstack": _of_split,
 }
 
 

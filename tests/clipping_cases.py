@@ -78,7 +78,7 @@ def convolution_1d(p, x):
     return total(_conv(jnp.tanh(_conv(x, p["a"], 1)), p["b"], 1, window_strides=(2,)))
 
 
-@case({"a": normal(12, 6, 3, 3), "b": normal(3, 12, 3, 3)}, normal(ROWS, 6, 5, 5), "a")
+@case({"a": normal(12, 6, 3, 3), "b": normal(3, 12, 3, 3)}, normal(ROWS, 6, 5, 5), "a b")
 def convolution_2d_strided_and_dilated(p, x):
     h = jnp.tanh(_conv(x, p["a"], 2, window_strides=(2, 1), padding=((1, 0), (2, 1))))
     return total(_conv(h, p["b"], 2, rhs_dilation=(1, 2)))
@@ -101,7 +101,7 @@ def convolution_transposed(p, x):
     return total(jax.lax.conv_transpose(x, p["a"], (2, 2), "SAME", dimension_numbers=numbers))
 
 
-@case({"a": normal(6, 10, 3, 3)}, normal(ROWS, 6, 3, 3), "a")
+@case({"a": normal(16, 10, 3, 3)}, normal(ROWS, 16, 3, 3), "a")
 def convolution_transposed_with_flipped_kernel(p, x):
     return total(
         _conv(x, jnp.flip(p["a"], (2, 3)).swapaxes(0, 1), 2, lhs_dilation=(2, 2), padding=((2, 2), (2, 2)))
@@ -176,11 +176,11 @@ def layers_stacked_in_a_scan(p, x):
     return total(jax.lax.scan(layer, x, p)[0])
 
 
-@case({"u": normal(12, 12)}, normal(ROWS, 2, 3, 12), "u")
+@case({"u": normal(20, 20)}, normal(ROWS, 2, 3, 20), "u")
 def scan_in_a_scan(p, x):
     inner = lambda h, xt: (jnp.tanh(h @ p["u"] + xt), None)
     outer = lambda h, xs: (jax.lax.scan(inner, h, xs)[0], None)
-    return total(jax.lax.scan(outer, jnp.zeros(12), x[0])[0])
+    return total(jax.lax.scan(outer, jnp.zeros(20), x[0])[0])
 
 
 @case({"v": normal(16, 20), "g": normal(16, 1)}, normal(ROWS, 20), "v")
@@ -193,7 +193,7 @@ def low_rank_weight(p, x):
     return total(x @ (p["a"] @ p["b"]))
 
 
-@case({"a": normal(10, 9), "b": normal(10, 9)}, normal(ROWS, 10), "a b")
+@case({"a": normal(20, 19), "b": normal(20, 19)}, normal(ROWS, 20), "a b")
 def stacked_and_concatenated_parameters(p, x):
     layers = jnp.stack([p["a"], p["b"]])
     wide = jnp.concatenate([p["a"], p["b"][:, :4]], axis=1)
@@ -201,17 +201,17 @@ def stacked_and_concatenated_parameters(p, x):
     return total(x @ layers[1]) + total(x @ wide) + total(jnp.concatenate([x, x], 1) @ tall)
 
 
-@case({"w": normal(12, 20)}, normal(ROWS, 12), "w")
+@case({"w": normal(20, 30)}, normal(ROWS, 20), "w")
 def slices_pads_and_transposes(p, x):
     w = p["w"]
     padded = jnp.pad(w[2:10:2], ((1, 2), (0, 0)))
     return total(x @ w[:, :8]) + total(x @ w[:, 8:]) + total(x[:, :7] @ padded) + total(w.T @ x[0])
 
 
-@case({"w": normal(24, 10)}, normal(ROWS, 12), "w")
+@case({"w": normal(40, 20)}, normal(ROWS, 20), "w")
 def reshapes_casts_and_scalings(p, x):
-    w = (p["w"].reshape(2, 12, 10) * 0.5).astype(jnp.float32).astype(p["w"].dtype)
-    return total(x @ w[0] / 3 - x @ -w[1]) + total(x @ p["w"].reshape(12, 20))
+    w = p["w"].reshape(2, 20, 20) * 0.5
+    return total(x @ w[0] / 3 - x @ -w[1]) + total(x @ p["w"].reshape(20, 40))
 
 
 @case({"w": normal(12, 20)}, normal(ROWS, 12), "w")
@@ -219,10 +219,10 @@ def penalty_of_the_weights(p, x):
     return total(x @ p["w"]) + 0.1 * jnp.sum(p["w"] ** 2) * jnp.sum(x**2)
 
 
-@case({"w": normal(12, 20)}, normal(ROWS, 12), "w")
+@case({"w": normal(20, 30)}, normal(ROWS, 20), "w")
 def half_frozen(p, x):
     w = p["w"].at[:, :6].set(jax.lax.stop_gradient(p["w"][:, :6]))
-    mask = np.arange(20) % 2 == 0
+    mask = np.arange(30) % 2 == 0
     return total(x @ w) + total(x @ jnp.where(mask, p["w"], jax.lax.stop_gradient(p["w"])))
 
 
