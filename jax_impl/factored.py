@@ -450,9 +450,9 @@ def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
             w = weight if mask is None or not weight.ndim else jnp.where(mask, weight, 0)
             # In at least 32 bits: a weight far from 1 would not fit a half-precision factor.
             array = array.astype(jnp.promote_types(array.dtype, w.dtype)) * along(w, f)
-        factors[i] = dataclasses.replace(f, array=array)
+        factors[i] = dataclasses.replace(f, array=array, batched=False)
     if smallest is None:
-        factors.append(Factor(jnp.broadcast_to(weight, (term.sizes[label],)), (label,), True))
+        factors.append(Factor(jnp.broadcast_to(weight, (term.sizes[label],)), (label,), False))
     return term.replace(factors=tuple(factors))
 
 

@@ -183,7 +183,7 @@ def _einsum(
         jnp.einsum(
             *operands,
             number(present),
-            optimize="optimal" if len(factors) < 7 else "greedy",
+            optimize=_path([f.labels for f in factors], [f.batched for f in factors], present, sizes)[0],
             precision=precision,
             preferred_element_type=dtype,
         )
@@ -196,19 +196,25 @@ def _einsum(
     return _scaled(result, scalars)
 
 
-def cost(groups: Iterable[tuple[Label, ...]], out: Sequence[Label], sizes: dict[Label, int]) -> float:
-    """Multiplications of a contraction in its cheapest order."""
+_EXAMPLES = 16  # in the count of operations: what all examples share is done once
+
+
+def _path(
+    groups: Sequence[tuple[Label, ...]], batched: Sequence[bool], out: Sequence[Label], sizes: dict[Label, int]
+) -> tuple[Any, float]:
+    """The cheapest order of a contraction, and its multiplications for each example."""
     groups = [tuple(dict.fromkeys(g)) for g in groups]
-    present = {x for g in groups for x in g}
-    symbols = {x: opt_einsum.get_symbol(i) for i, x in enumerate(present)}
-    names = ["".join(symbols[x] for x in g) for g in groups]
-    target = "".join(symbols[x] for x in dict.fromkeys(out) if x in present)
-    shapes = [tuple(sizes[x] for x in g) for g in groups]
+    present = dict.fromkeys(x for g in groups for x in g)
+    symbols = {x: opt_einsum.get_symbol(i + 1) for i, x in enumerate(present)}
+    example = opt_einsum.get_symbol(0)
+    names = ["".join(symbols[x] for x in g) + example * flag for g, flag in zip(groups, batched, strict=True)]
+    target = "".join(symbols[x] for x in dict.fromkeys(out) if x in present) + example * any(batched)
+    shapes = [tuple(sizes[x] for x in g) + (_EXAMPLES,) * flag for g, flag in zip(groups, batched, strict=True)]
     if len(shapes) < 2:
-        return float(math.prod(shapes[0])) if shapes else 1.0
+        return [(0,)] * len(shapes), float(math.prod(sizes[x] for g in groups for x in g))
     optimize = "optimal" if len(shapes) < 7 else "greedy"
-    _, info = opt_einsum.contract_path(f"{','.join(names)}->{target}", *shapes, shapes=True, optimize=optimize)
-    return float(info.opt_cost)
+    path, info = opt_einsum.contract_path(f"{','.join(names)}->{target}", *shapes, shapes=True, optimize=optimize)
+    return path, float(info.opt_cost) / (_EXAMPLES if any(batched) else 1)
 
 
 def _expanded(factors: Iterable[Factor]) -> list[Factor]:
@@ -385,13 +391,13 @@ def self_inner(term: Term, dtype: Any) -> Any:
     injective = all(p.static for p in term.places.values())
     entries = [k for x in term.out for k in (term.places[x].labels if x in term.places else (x,))]
     if injective and len(set(entries)) == len(entries):
-        groups = [f.labels for f in term.factors]
+        groups, flags = [f.labels for f in term.factors], [f.batched for f in term.factors]
         copy = {x: new_label() for x in term.sizes if x not in entries}
         sizes = term.sizes | {copy[x]: n for x, n in term.sizes.items() if x in copy}
         again = [tuple(copy.get(x, x) for x in g) for g in groups]
         # Writing and reading the array costs more than as many multiplications.
-        direct = cost(groups, entries, sizes) + 8 * math.prod(sizes[x] for x in entries)
-        if direct <= cost([*groups, *again], (), sizes):
+        direct = _path(groups, flags, entries, sizes)[1] + 8 * math.prod(sizes[x] for x in entries)
+        if direct <= _path([*groups, *again], [*flags, *flags], (), sizes)[1]:
             values = _einsum(_expanded(term.factors), entries, term.sizes, dtype, term.precision)
             return _scaled(jnp.sum(jnp.square(values)), term.scale, 2)
     value = inner(term, term, dtype)
@@ -443,7 +449,7 @@ def _kind(term: Term) -> Any:
     summed = {x for f in term.factors for x in f.labels} | {k for p in term.places.values() for k in p.labels}
     summed -= set(out)
     parts = [f.labels for f in term.factors] + [p.labels for p in term.places.values()]
-    if any(isinstance(f, Windows) for f in term.factors) or term.mask is not None:
+    if any(isinstance(f, Windows) or not f.batched for f in term.factors) or term.mask is not None:
         return None
     if any(not summed <= set(labels) for labels in parts) or any(len(set(labels)) < len(labels) for labels in parts):
         return None
