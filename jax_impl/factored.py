@@ -92,7 +92,8 @@ def plan(jaxpr: Any, batched: set[Any], wanted: Sequence[bool]) -> tuple[dict[An
         for i, v in enumerate(e.invars):
             if not isinstance(v, Literal):
                 verdict = ACCEPTS[name](e, i, kinds, batched, makers) if name in ACCEPTS else ""
-                verdicts.setdefault(v, []).append(verdict or f"{name} needs it")
+                further = next((refusals[out] for out in e.outvars if out in refusals), "") if name in ACCEPTS else ""
+                verdicts.setdefault(v, []).append(verdict or further or f"{name} needs it")
     for v in jaxpr.invars:
         decide(v)
     return kinds, refusals

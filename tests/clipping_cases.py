@@ -103,9 +103,7 @@ def convolution_transposed(p, x):
 
 @case({"a": normal(16, 10, 3, 3)}, normal(ROWS, 16, 3, 3), "a")
 def convolution_transposed_with_flipped_kernel(p, x):
-    return total(
-        _conv(x, jnp.flip(p["a"], (2, 3)).swapaxes(0, 1), 2, lhs_dilation=(2, 2), padding=((2, 2), (2, 2)))
-    )
+    return total(_conv(x, jnp.flip(p["a"], (2, 3)).swapaxes(0, 1), 2, lhs_dilation=(2, 2), padding=((2, 2), (2, 2))))
 
 
 @case({"a": normal(3, 3, 5, 12)}, normal(ROWS, 4, 4, 5), "a")
@@ -130,9 +128,7 @@ def embedding_of_two_indices(p, x):
 
 @case({"e": normal(20, 6)}, tokens(ROWS, 3, size=25), "e")
 def embedding_out_of_bounds(p, x):
-    return total(jnp.take(p["e"], x, axis=0, mode="fill", fill_value=0.5)) + total(
-        p["e"].at[x].get(mode="clip")
-    )
+    return total(jnp.take(p["e"], x, axis=0, mode="fill", fill_value=0.5)) + total(p["e"].at[x].get(mode="clip"))
 
 
 @case({"w": normal(16, 16), "s": normal(16), "o": normal(16)}, normal(ROWS, 2, 16), "w")
