@@ -30,6 +30,7 @@ from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_
 from .rules import ACCEPTS, RULES, Lazy, Squares, adds, loop_sums
 from .sums import wide
 
+_REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice")
 _MOST_TERMS = 8  # terms that cannot be joined cost one product for each pair
 
 
@@ -156,7 +157,7 @@ class _Evaluator:
 
     def _note(self, e: Any) -> None:
         """Remember what repeats one number."""
-        if e.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze"):
+        if e.primitive.name not in _REPEATS:
             return
         v, out = e.invars[0], e.outvars[0]
         if self.is_zero(v):

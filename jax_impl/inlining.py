@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 # Primitives of other packages that stand for a program: name -> function of the operands and parameters.
@@ -39,15 +40,22 @@ def inline(closed: ClosedJaxpr, consts_first: bool = False) -> ClosedJaxpr:
         return _run(jaxpr, consts, args)
 
     variables = [*jaxpr.constvars, *jaxpr.invars] if consts_first else jaxpr.invars
-    return pruned(jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables)))
+    flat = pruned(jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables)))
+    # What was written out may call in its turn.
+    return inline(flat) if any(e.primitive.name in (*_BODY, *CALLS) for e in flat.jaxpr.eqns) else flat
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
+    signed: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
         values = list(map(read, equation.invars))
         name = equation.primitive.name
+        if name == "abs" and jnp.issubdtype(equation.outvars[0].aval.dtype, equation.invars[0].aval.dtype):
+            signed[equation.outvars[0]] = values[0]
+        if name == "integer_pow" and equation.params["y"] == 2 and equation.invars[0] in signed:
+            values = [signed[equation.invars[0]]]  # |x|² as torch's norm has it; sums of squares are found by x²
         if name in CALLS:
             outs = CALLS[name](*values, **equation.params)
         elif name in _BODY:

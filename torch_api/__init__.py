@@ -1,9 +1,10 @@
 """Memory-saving transforms for torch functions and modules, executed by XLA."""
 
 from ..bridge import as_jax, as_torch, jax_function, lift, to_jax, to_torch
-from ..jax_impl import Aux, Static
+from ..jax_impl import Aux, ClippedAux, Explanation, Static
 from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .chunking import chunked_vmap
+from .clipping import clip_by_global_norm, clipped_backward, clipped_grad, global_norm, rescale_by_norm
 from .microbatching import (
     AccumulationType,
     Accumulator,
@@ -20,12 +21,18 @@ __all__ = [
     "AccumulationType",
     "Accumulator",
     "Aux",
+    "ClippedAux",
+    "Explanation",
     "Static",
     "as_jax",
     "as_torch",
     "assign_grads",
     "checkpoint_chunked_scan",
     "chunked_vmap",
+    "clip_by_global_norm",
+    "clipped_backward",
+    "clipped_grad",
+    "global_norm",
     "hessian",
     "hessian_blocks",
     "hessian_to_pytree",
@@ -37,6 +44,7 @@ __all__ = [
     "micro_grad",
     "micro_vmap",
     "microbatch",
+    "rescale_by_norm",
     "reshape_batch_axis",
     "sliced_scan",
     "to_jax",
