@@ -52,11 +52,12 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     for equation in jaxpr.eqns:
         values = list(map(read, equation.invars))
         name = equation.primitive.name
-        if name == "abs" and jnp.issubdtype(equation.outvars[0].aval.dtype, equation.invars[0].aval.dtype):
+        if name == "abs" and equation.outvars[0].aval.dtype == equation.invars[0].aval.dtype:
             signed[equation.outvars[0]] = values[0]
-        if name == "integer_pow" and equation.params["y"] == 2 and equation.invars[0] in signed:
-            values = [signed[equation.invars[0]]]  # |x|² as torch's norm has it; sums of squares are found by x²
-        if name in CALLS:
+        if _is_square(equation):
+            # One way to write it, so that sums of squares are found; torch writes pow(x, 2) and |x|².
+            outs = [jax.lax.square(signed.get(equation.invars[0], values[0]))]
+        elif name in CALLS:
             outs = CALLS[name](*values, **equation.params)
         elif name in _BODY:
             if equation.params.get("differentiated") and equation.params.get("prevent_cse"):
@@ -68,6 +69,15 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             outs = bind(equation, values)
         env.update(zip(equation.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _is_square(equation: Any) -> bool:
+    name, operands = equation.primitive.name, equation.invars
+    if name == "integer_pow":
+        return equation.params["y"] == 2 and not isinstance(operands[0], Literal)
+    if name != "pow" or isinstance(operands[0], Literal) or not isinstance(operands[1], Literal):
+        return False
+    return not jnp.shape(operands[1].val) and bool(operands[1].val == 2)
 
 
 def bind(equation: Any, values: Sequence[Any]) -> list[Any]:

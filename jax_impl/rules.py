@@ -734,7 +734,6 @@ RULES: dict[str, Callable[[Any, Any], Any]] = {
     "select_n": _select,
     "reduce_sum": _reduce_sum,
     "square": _square,
-    "integer_pow": _square,
     "dot_general": _dot,
     "scatter": _scatter_zero,
     "scatter-add": _scatter_add,
@@ -761,12 +760,8 @@ def adds(e: Any) -> bool:
 
 def is_square(e: Any) -> bool:
     """Whether an equation squares its operand."""
-    name = e.primitive.name
-    return (
-        name == "square"
-        or (name == "integer_pow" and e.params["y"] == 2)
-        or (name == "mul" and not isinstance(e.invars[0], Literal) and e.invars[0] is e.invars[1])
-    )
+    same = e.primitive.name == "mul" and not isinstance(e.invars[0], Literal) and e.invars[0] is e.invars[1]
+    return same or e.primitive.name == "square"
 
 
 def _of_square(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
@@ -813,7 +808,6 @@ ACCEPTS: dict[str, Accepts] = {
     "select_n": _if_lazy(1, 2),
     "mul": _of_product,
     "square": _of_square,
-    "integer_pow": _of_square,
     "reduce_sum": _of_sum,
     "dot_general": _of_dot,
     "optimization_barrier": _of_barrier,
