@@ -222,32 +222,35 @@ class _Evaluator:
         inner = body.jaxpr.replace(invars=[body.jaxpr.invars[i] for i in inputs], outvars=outvars)
         wanted = [*[False] * len(kept), *[True] * len(collected), *(v in self.kinds for v in stacked)]
         program = rewrite(pruned(ClosedJaxpr(inner, body.consts)), [flags[i] for i in inputs], wanted)
-        call = jaxpr_as_fun(program.closed)
+        values = [self.array(e.invars[i]) for i in inputs]
         pieces = program.pieces[len(kept) :]
         dense_sums = [i for i, _ in enumerate(collected) if pieces[i].terms is None]
-        values = [self.array(e.invars[i]) for i in inputs]
-        consts, carry, xs = values[:n_consts], values[n_consts : n_consts + len(kept)], values[n_consts + len(kept) :]
         starts = [jnp.zeros(collected[i][1].aval.shape, collected[i][1].aval.dtype) for i in dense_sums]
+        carried = [len(kept) + i for i in dense_sums]
+        emitted = _Emitted.of(program, len(kept), dense_sums, n_consts, n_consts + len(kept))
+        call = jaxpr_as_fun(program.closed)
 
         def step(state: Any, x: Any) -> Any:
-            outs = call(*consts, *state[0], *x)
-            rest = outs[len(kept) :]
-            groups = program.groups(rest, len(kept))
-            added = [a + groups[i][0] for a, i in zip(state[1], dense_sums, strict=True)]
-            ys = [[] if i in dense_sums else group for i, group in enumerate(groups)]
-            return (outs[: len(kept)], added), ys
+            outs = call(*values[:n_consts], *state[0], *x)
+            added = [a + outs[program.offsets[i]] for a, i in zip(state[1], carried, strict=True)]
+            return (outs[: len(kept)], added), [outs[i] for i in emitted.places]
 
         options = {k: e.params[k] for k in ("length", "reverse", "unroll")}
-        (last, added), ys = jax.lax.scan(step, (carry, starts), xs, **options)
+        start, xs = values[n_consts : n_consts + len(kept)], values[n_consts + len(kept) :]
+        (last, added), ys = jax.lax.scan(step, (start, starts), xs, **options)
         outputs: dict[int, Any] = dict(zip(kept, last, strict=True))
         length = e.params["length"]
         totals: dict[int, list[Any]] = {k: [] for k in sums.parts}
+
+        def product(i: int, label: Label | None) -> tuple[Term, ...]:
+            arrays, stacked_flags = emitted.arrays(i, ys, values)
+            return tuple(_stacked(t, arrays, stacked_flags, length, label) for t in pieces[i].terms or ())
+
         for i, (k, v) in enumerate(collected):
             if i in dense_sums:
-                totals[k].append((added[dense_sums.index(i)], self._loop_flag(e, k)))
+                totals[k].append((added[dense_sums.index(i)], self.is_batched(e.outvars[k])))
             else:
-                terms = [_stacked(t, ys[i], [True] * len(ys[i]), length, None) for t in pieces[i].terms]
-                totals[k].append(Lazy(v.aval.shape, v.aval.dtype, tuple(terms)))
+                totals[k].append(Lazy(v.aval.shape, v.aval.dtype, product(i, None)))
         for k in sums.parts:
             start = e.invars[n_consts + k]
             total = Lazy(e.outvars[k].aval.shape, e.outvars[k].aval.dtype, ())
@@ -259,15 +262,49 @@ class _Evaluator:
         for j, v in enumerate(stacked):
             i = len(collected) + j
             if pieces[i].terms is None:
-                outputs[n_carry + j] = ys[i][0]
+                outputs[n_carry + j] = emitted.arrays(i, ys, values)[0][0]
                 continue
-            label = new_label()
-            terms = [_stacked(t, ys[i], [True] * len(ys[i]), length, label) for t in pieces[i].terms]
-            outputs[n_carry + j] = self._settled(v, Lazy(v.aval.shape, v.aval.dtype, tuple(terms)), e)
+            outputs[n_carry + j] = self._settled(v, Lazy(v.aval.shape, v.aval.dtype, product(i, new_label())), e)
         return [outputs[k] for k in range(len(e.outvars))]
 
-    def _loop_flag(self, e: Any, k: int) -> bool:
-        return self.is_batched(e.outvars[k])
+
+@dataclasses.dataclass(frozen=True)
+class _Emitted:
+    """Where a scan's pieces come from: what its body hands through is not stacked again, equal outputs only once."""
+
+    places: list[int]  # flat outputs of the body that the scan stacks
+    sources: dict[int, list[tuple[str, int]]]  # piece -> for each array ("y", n-th stacked) or ("x" or "const", input)
+
+    @classmethod
+    def of(cls, program: Rewritten, kept: int, carried: Sequence[int], n_consts: int, first_x: int) -> _Emitted:
+        """For a body with so many constants, then carries, then slices."""
+        inputs = {v: i for i, v in enumerate(program.closed.jaxpr.invars)}
+        seen: dict[Any, int] = {}
+        places: list[int] = []
+        sources: dict[int, list[tuple[str, int]]] = {}
+        for i, piece in enumerate(program.pieces[kept:]):
+            if i in carried:
+                continue
+            found = sources.setdefault(i, [])
+            for place in range(program.offsets[kept + i], program.offsets[kept + i] + len(piece.flags)):
+                v = program.closed.jaxpr.outvars[place]
+                given = None if isinstance(v, Literal) else inputs.get(v)
+                if given is not None and given >= first_x:
+                    found.append(("x", given))
+                elif given is not None and given < n_consts and piece.terms is not None:
+                    found.append(("const", given))
+                else:
+                    key = place if isinstance(v, Literal) else v
+                    if key not in seen:
+                        seen[key] = len(places)
+                        places.append(place)
+                    found.append(("y", seen[key]))
+        return cls(places, sources)
+
+    def arrays(self, piece: int, ys: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+        """The arrays of a piece, and which of them are stacked."""
+        sources = self.sources[piece]
+        return [ys[i] if kind == "y" else values[i] for kind, i in sources], [kind != "const" for kind, _ in sources]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,10 +328,16 @@ class Rewritten:
     pieces: list[Piece]
     paths: list[Path]
 
-    def groups(self, arrays: Sequence[Any], skip: int = 0) -> list[list[Any]]:
+    @property
+    def offsets(self) -> list[int]:
+        """Where the flat outputs of each piece begin."""
+        counts = [len(piece.flags) for piece in self.pieces]
+        return [sum(counts[:i]) for i in range(len(counts))]
+
+    def groups(self, arrays: Sequence[Any]) -> list[list[Any]]:
         """The flat outputs, those of each piece together."""
         rest = iter(arrays)
-        return [[next(rest) for _ in piece.flags] for piece in self.pieces[skip:]]
+        return [[next(rest) for _ in piece.flags] for piece in self.pieces]
 
 
 def rewrite(closed: ClosedJaxpr, batched: Sequence[bool], wanted: Sequence[bool]) -> Rewritten:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -69,29 +69,29 @@ class Windows(Factor):
         """The labels of the taps."""
         return self.labels[-2 * len(self.taps) : -len(self.taps)]
 
-    def at_taps(self) -> list[Factor]:
-        """A factor for each tap, in row-major order."""
-        lead = self.array.ndim - len(self.taps)
-        labels = (*self.labels[:lead], *self.labels[lead + len(self.taps) :])
-        if any(p != (0, 0, 0) for p in self.padding):
-            padding = [(0, 0, 0)] * lead + list(self.padding)
-            padded = jax.lax.pad(self.array, jnp.zeros((), self.array.dtype), padding)
-        else:
-            padded = self.array
-        factors = []
-        for tap in itertools.product(*map(range, self.taps)):
-            count = zip(tap, self.taps, self.flipped, strict=True)
-            start = [(n - 1 - k if flip else k) * s for (k, n, flip), s in zip(count, self.stride, strict=True)]
-            stop = [a + (n - 1) * d + 1 for a, n, d in zip(start, self.positions, self.dilation, strict=True)]
-            cut = jax.lax.slice(
-                padded, [0] * lead + start, [*padded.shape[:lead], *stop], [1] * lead + list(self.dilation)
-            )
-            factors.append(Factor(cut, labels, self.batched))
-        return factors
+    @property
+    def padded(self) -> Any:
+        """The array with its padding."""
+        if all(p == (0, 0, 0) for p in self.padding):
+            return self.array
+        padding = [(0, 0, 0)] * (self.array.ndim - len(self.taps)) + list(self.padding)
+        return jax.lax.pad(self.array, jnp.zeros((), self.array.dtype), padding)
+
+    def at_tap(self, padded: Any, tap: Sequence[Any]) -> Factor:
+        """The factor at a tap, whose place may be traced."""
+        lead = padded.ndim - len(self.taps)
+        count = zip(tap, self.taps, self.flipped, strict=True)
+        start = [(n - 1 - k if flip else k) * s for (k, n, flip), s in zip(count, self.stride, strict=True)]
+        extent = [(n - 1) * d + 1 for n, d in zip(self.positions, self.dilation, strict=True)]
+        cut = jax.lax.dynamic_slice(padded, [0] * lead + start, [*padded.shape[:lead], *extent])
+        if any(d > 1 for d in self.dilation):
+            cut = jax.lax.slice(cut, [0] * cut.ndim, cut.shape, [1] * lead + list(self.dilation))
+        return Factor(cut, (*self.labels[:lead], *self.labels[lead + len(self.taps) :]), self.batched)
 
     def expanded(self) -> Factor:
         """The windows as an array."""
-        cuts = [f.array for f in self.at_taps()]
+        padded = self.padded
+        cuts = [self.at_tap(padded, tap).array for tap in itertools.product(*map(range, self.taps))]
         lead = self.array.ndim - len(self.taps)
         stacked = jnp.stack(cuts, lead)
         shape = (*self.array.shape[:lead], *self.taps, *self.positions)
@@ -228,8 +228,11 @@ def _scaled(value: Any, scale: Sequence[Factor], power: int = 1) -> Any:
     return value
 
 
-def _at_taps(term: Term) -> list[Term] | None:
-    """A term for each tap of its convolution window, without the taps' axes; None for a term without windows."""
+def _over_taps(term: Term, compute: Callable[[Term], Any]) -> Any:
+    """What ``compute`` makes of the term at each tap of its convolution window, ``[taps, ...]``; None without one.
+
+    One tap after another, in a loop: at no time do all the shifted copies of the input exist.
+    """
     found = [f for f in term.factors if isinstance(f, Windows)]
     if not found:
         return None
@@ -237,17 +240,23 @@ def _at_taps(term: Term) -> list[Term] | None:
     if any(term.axes.count((k,)) != 1 or k in term.places for k in window.tap_labels):
         return None
     axes = tuple(() if axis and axis[0] in window.tap_labels else axis for axis in term.axes)
-    return [term.replace(factors=(f, *rest), axes=axes) for f in window.at_taps()]
+    padded = window.padded
+
+    def at(number: Any) -> Any:
+        tap = jnp.unravel_index(number, window.taps) if not isinstance(number, int) else (0,) * len(window.taps)
+        return compute(term.replace(factors=(window.at_tap(padded, tap), *rest), axes=axes))
+
+    count = math.prod(window.taps)
+    return at(0)[None] if count == 1 else jax.lax.map(at, jnp.arange(count, dtype=jnp.int32))
 
 
 def dense(term: Term, dtype: Any) -> Any:
     """The term as an array."""
     shape = tuple(math.prod(term.sizes[x] for x in axis) for axis in term.axes)
-    taps = _at_taps(term)
-    if taps is not None:
+    parts = _over_taps(term, lambda part: dense(part, dtype))
+    if parts is not None:
         window = next(f for f in term.factors if isinstance(f, Windows))
         # [taps, rest] -> the taps' axes in their places
-        parts = jnp.stack([dense(part, dtype) for part in taps])
         parts = parts.reshape((*window.taps, *parts.shape[1:]))
         lead = [term.axes.index((k,)) for k in window.tap_labels]
         parts = parts.squeeze(tuple(len(lead) + i for i in lead))
@@ -385,9 +394,9 @@ def taken(f: Factor, label: Label, places: Places) -> Factor:
 
 def self_inner(term: Term, dtype: Any) -> Any:
     """The squared norm of a term: by Gram matrices or from the array itself, whichever multiplies less."""
-    taps = _at_taps(term)
-    if taps is not None:
-        return sum(self_inner(part, dtype) for part in taps)
+    parts = _over_taps(term, lambda part: self_inner(part, dtype))
+    if parts is not None:
+        return jnp.sum(parts)
     injective = all(p.static for p in term.places.values())
     entries = [k for x in term.out for k in (term.places[x].labels if x in term.places else (x,))]
     if injective and len(set(entries)) == len(entries):

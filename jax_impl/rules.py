@@ -612,50 +612,44 @@ def _scatter_add(ev: Any, e: Any) -> Lazy:
     numbers = e.params["dimension_numbers"]
     if numbers.operand_batching_dims or not ev.is_batched(updates):
         raise UnsupportedError("a scatter with batch axes")
-    array, where = ev.array(updates), ev.array(indices)
-    shape = target.aval.shape
+    value, where = _lazy(ev, updates), ev.array(indices)
+    given, shape = updates.aval.shape, target.aval.shape
     windows = [d for d in range(len(shape)) if d not in numbers.inserted_window_dims]
-    mode = str(e.params["mode"]).upper()
-    labels = [new_label() if n != 1 else None for n in array.shape]
-    sizes = {x: n for x, n in zip(labels, array.shape, strict=True) if x is not None}
-    entry_axes = [d for d in range(array.ndim) if d not in numbers.update_window_dims]
-    entries = tuple(labels[d] for d in entry_axes if labels[d] is not None)
-    batched = ev.is_batched(indices)
     window_axis = dict(zip(windows, numbers.update_window_dims, strict=True))
-    lead = tuple(array.shape[d] for d in entry_axes if labels[d] is not None)
-    alive = jnp.ones(lead, bool)
-    places: dict[Label, Places] = {}
-    axes: list[tuple[Label, ...]] = []
-    for d, n in enumerate(shape):
-        width = array.shape[window_axis[d]] if d in window_axis else 1
-        own = labels[window_axis[d]] if d in window_axis else None
-        if d in numbers.scatter_dims_to_operand_dims:
+    entry_axes = [d for d in range(len(given)) if d not in numbers.update_window_dims]
+    lead = tuple(given[d] for d in entry_axes if given[d] != 1)
+    mode, batched = str(e.params["mode"]).upper(), ev.is_batched(indices)
+
+    def put(t: Term) -> Term:
+        if any(len(axis) > 1 or any(x in t.places for x in axis) for axis in t.axes) or len(set(t.out)) < len(t.out):
+            raise UnsupportedError("a scatter of an indexed or merged axis")
+        entries = tuple(x for d in entry_axes for x in t.axes[d])
+        sizes, places, axes, alive = dict(t.sizes), dict(t.places), [], jnp.ones(lead, bool)
+        for d, n in enumerate(shape):
+            own = t.axes[window_axis[d]] if d in window_axis else ()
+            width = given[window_axis[d]] if d in window_axis else 1
+            if d not in numbers.scatter_dims_to_operand_dims:
+                if n != width:
+                    raise UnsupportedError("a scatter into a part of an axis")
+                axes.append(own)
+                continue
             start = where[..., numbers.scatter_dims_to_operand_dims.index(d)].reshape(lead)
             if "CLIP" not in mode:
                 alive = alive & (start >= 0) & (start <= n - width)
-            start = jnp.clip(start, 0, n - width)
             if n == 1:
                 axes.append(())
                 continue
-            out = new_label()
+            start, out = jnp.clip(start, 0, n - width), new_label()
             sizes[out] = n
-            if own is None:
-                places[out] = Places(start, entries, n, batched)
-            else:
-                places[out] = Places(start[..., None] + jnp.arange(width), (*entries, own), n, batched)
+            index = start[..., None] + jnp.arange(width) if own else start
+            places[out] = Places(index, (*entries, *own), n, batched)
             axes.append((out,))
-        elif own is None or width == n:
-            if n != width:
-                raise UnsupportedError("a scatter into a part of an axis")
-            axes.append(() if own is None else (own,))
-        else:
-            raise UnsupportedError("a scatter into a part of an axis")
-    if "CLIP" not in mode and "PROMISE" not in mode:
-        spread = [array.shape[d] if d in entry_axes else 1 for d in range(array.ndim)]
-        array = jnp.where(alive.reshape(spread), array, 0)
-    factor = Factor(array.reshape([n for n in array.shape if n != 1]), tuple(x for x in labels if x is not None), True)
-    term = Term((factor,), tuple(axes), sizes, places)
-    return _lazy(ev, target).plus(Lazy(shape, target.aval.dtype, (term,)), True)
+        t = t.replace(axes=tuple(axes), sizes=sizes, places=places)
+        if "CLIP" in mode or "PROMISE" in mode:
+            return t
+        return _absorbed(t, [Factor(alive.astype(value.dtype), entries, batched)])
+
+    return _lazy(ev, target).plus(value.map(put, shape), True)
 
 
 def _scatter_zero(ev: Any, e: Any) -> Lazy:
@@ -802,9 +796,11 @@ def _of_scan(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
 
 ACCEPTS: dict[str, Accepts] = {
     **{name: _if_lazy(0) for name in ("transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type")},
-    **{name: _if_lazy(0) for name in ("copy", "copy_p", "rev", "slice", "pad", "neg", "div", "scatter", "scatter-add")},
+    **{name: _if_lazy(0) for name in ("copy", "copy_p", "rev", "slice", "pad", "neg", "div", "scatter")},
     **{name: _if_lazy() for name in ("add", "add_any", "sub", "concatenate", "stack")},
     "dynamic_update_slice": _if_lazy(0, 1),
+    "scatter-add": _if_lazy(0, 2),
+    "scatter_add": _if_lazy(0, 2),
     "select_n": _if_lazy(1, 2),
     "mul": _of_product,
     "square": _of_square,
