@@ -301,10 +301,11 @@ class _Emitted:
                     found.append(("y", seen[key]))
         return cls(places, sources)
 
-    def arrays(self, piece: int, ys: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+    def arrays(self, piece: int, ys: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
         """The arrays of a piece, and which of them are stacked."""
         sources = self.sources[piece]
-        return [ys[i] if kind == "y" else values[i] for kind, i in sources], [kind != "const" for kind, _ in sources]
+        found = [ys[i] if kind == "y" else values[i] for kind, i in sources]
+        return found, [None if kind == "const" else 0 for kind, _ in sources]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,17 +420,21 @@ def _packed(value: Lazy) -> tuple[list[tuple[Any, bool]], tuple[Term, ...]]:
     return arrays, tuple(terms)
 
 
-def _stacked(term: Term, arrays: Sequence[Any], stacked: Sequence[bool], length: int, axis: Label | None) -> Term:
-    """A packed term with its arrays, stacked on axis 0 where flagged; they are summed, or stay apart as an axis."""
+def _stacked(term: Term, arrays: Sequence[Any], stacked: Sequence[int | None], length: int, axis: Label | None) -> Term:
+    """A packed term with its arrays, each stacked along an axis or not; they are summed, or stay apart as an axis."""
     label = new_label() if axis is None else axis
-    lead = lambda i: (label,) if stacked[i] else ()
-    factors = [dataclasses.replace(f, array=arrays[f.array], labels=(*lead(f.array), *f.labels)) for f in term.factors]
+
+    def labelled(i: int, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+        at = stacked[i]
+        return labels if at is None else (*labels[:at], label, *labels[at:])
+
+    factors = [dataclasses.replace(f, array=arrays[f.array], labels=labelled(f.array, f.labels)) for f in term.factors]
     for f in term.scale:
-        factors.append(Factor(arrays[f.array], lead(f.array), f.batched))
+        factors.append(Factor(arrays[f.array], labelled(f.array, ()), f.batched))
     if term.mask is not None:
         raise UnsupportedError("a mask that changes in a loop")
     places = {
-        x: p if p.static else dataclasses.replace(p, index=arrays[p.index], labels=(*lead(p.index), *p.labels))
+        x: p if p.static else dataclasses.replace(p, index=arrays[p.index], labels=labelled(p.index, p.labels))
         for x, p in term.places.items()
     }
     scale = tuple(f for f in factors if not f.labels)
@@ -441,8 +446,8 @@ def _stacked(term: Term, arrays: Sequence[Any], stacked: Sequence[bool], length:
 class ExampleSum:
     """Per-example arrays ``[rows, ...]`` that exist only as factors; they can be summed over the examples."""
 
-    def __init__(self, piece: Piece, arrays: Sequence[Any], rows: int) -> None:
-        self.piece, self.arrays, self.rows = piece, arrays, rows
+    def __init__(self, piece: Piece, arrays: Sequence[Any], axes: Sequence[int | None], rows: int) -> None:
+        self.piece, self.arrays, self.axes, self.rows = piece, arrays, axes, rows
         self.shape, self.dtype = (rows, *piece.shape), piece.dtype
 
     def sum_rows(self, dtype: Any) -> jax.Array:
@@ -454,13 +459,12 @@ class ExampleSum:
         return total
 
     def _sum(self, term: Term, dtype: Any) -> jax.Array:
-        flags = self.piece.flags
         weight = jnp.ones((), dtype)
         for f in term.scale:
             weight = weight * self.arrays[f.array].astype(dtype)
         mask = None if term.mask is None else self.arrays[term.mask]
         bare = term.replace(scale=(), mask=None)
-        product = _stacked(bare, self.arrays, flags, self.rows, None)
+        product = _stacked(bare, self.arrays, self.axes, self.rows, None)
         label = next(x for x in product.sizes if x not in term.sizes)
         if not any(label in f.labels for f in product.factors) and not any(
             label in p.labels for p in product.places.values()
@@ -485,7 +489,11 @@ def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
     if own and term.factors[own[0]].stored <= 2 * term.factors[smallest or 0].stored:
         smallest = own[0]
     factors = list(term.factors)
-    along = lambda values, f: values.reshape(-1, *[1] * (f.array.ndim - 1)) if values.ndim else values
+
+    def along(values: Any, f: Factor) -> Any:
+        at = f.labels.index(label)
+        return values.reshape([-1 if i == at else 1 for i in range(f.array.ndim)]) if values.ndim else values
+
     for i in own:
         f = factors[i]
         array = f.array
@@ -512,19 +520,33 @@ class Factored:
         flat = inline(closed, consts_first=True)
         batched = [*[False] * self.count, *[True] * len(self.axes)]
         self.program = rewrite(flat, batched, summed)
+        self.out_axes = self._example_axes()
+
+    def _example_axes(self) -> list[int | None]:
+        """Where the examples stand in each output; what a loop stacked has them behind its steps, and keeps them."""
+        jaxpr = self.program.closed.jaxpr
+        stacked = {v for e in jaxpr.eqns if e.primitive.name == "scan" for v in e.outvars[e.params["num_carry"] :]}
+        axes: list[int | None] = []
+        outvars = iter(jaxpr.outvars)
+        for piece in self.program.pieces:
+            for flag in piece.flags:
+                v = next(outvars)
+                moved = piece.terms is not None and not isinstance(v, Literal) and v in stacked and v.aval.ndim > 0
+                axes.append(None if not flag else 1 if moved else 0)
+        return axes
 
     def __call__(self, consts: Sequence[Any], *leaves: Any) -> list[Any]:
         """The outputs for a microbatch, the examples on axis 0."""
         call = jaxpr_as_fun(self.program.closed)
-        flags = [flag for piece in self.program.pieces for flag in piece.flags]
-        out_axes = [0 if flag else None for flag in flags]
+        out_axes = self.out_axes
         mapped = jax.vmap(lambda *x: call(*consts, *x), self.axes, out_axes)(*leaves)
         rows = leaves[0].shape[self.axes[0]]
         outs: list[Any] = []
-        for piece, arrays in zip(self.program.pieces, self.program.groups(mapped), strict=True):
+        groups = zip(self.program.groups(mapped), self.program.groups(out_axes), strict=True)
+        for piece, (arrays, axes) in zip(self.program.pieces, groups, strict=True):
             if piece.terms is not None:
                 # Else XLA computes the factors once more, fused with their weighting, and keeps all that this takes.
-                outs.append(ExampleSum(piece, [jax.lax.optimization_barrier(array) for array in arrays], rows))
+                outs.append(ExampleSum(piece, [jax.lax.optimization_barrier(array) for array in arrays], axes, rows))
             else:
                 array = arrays[0]
                 outs.append(array if piece.flags[0] else jnp.broadcast_to(array, (rows, *array.shape)))

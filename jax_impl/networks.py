@@ -83,7 +83,8 @@ class Windows(Factor):
         count = zip(tap, self.taps, self.flipped, strict=True)
         start = [(n - 1 - k if flip else k) * s for (k, n, flip), s in zip(count, self.stride, strict=True)]
         extent = [(n - 1) * d + 1 for n, d in zip(self.positions, self.dilation, strict=True)]
-        cut = jax.lax.dynamic_slice(padded, [0] * lead + start, [*padded.shape[:lead], *extent])
+        place = [jnp.asarray(k, jnp.int32) for k in [0] * lead + start]
+        cut = jax.lax.dynamic_slice(padded, place, [*padded.shape[:lead], *extent])
         if any(d > 1 for d in self.dilation):
             cut = jax.lax.slice(cut, [0] * cut.ndim, cut.shape, [1] * lead + list(self.dilation))
         return Factor(cut, (*self.labels[:lead], *self.labels[lead + len(self.taps) :]), self.batched)
@@ -158,12 +159,14 @@ class Term:
 
 
 def whole(array: Any, batched: bool) -> Term:
-    """An array as a network of one factor."""
-    labels = tuple(new_label() for n in array.shape if n != 1)
-    sizes = dict(zip(labels, (n for n in array.shape if n != 1), strict=True))
-    rest = iter(labels)
-    axes = tuple((next(rest),) if n != 1 else () for n in array.shape)
-    return Term((Factor(array.reshape(tuple(sizes.values())), labels, batched),), axes, sizes)
+    """An array as a network of one factor.
+
+    An axis of length 1 has no label in the result. In the factor it keeps one, summed over: so the array stays the
+    very array, and a loop that returns it twice can tell.
+    """
+    labels = tuple(new_label() for _ in array.shape)
+    axes = tuple((label,) if n != 1 else () for label, n in zip(labels, array.shape, strict=True))
+    return Term((Factor(array, labels, batched),), axes, dict(zip(labels, array.shape, strict=True)))
 
 
 def _einsum(
@@ -203,7 +206,7 @@ def _path(
     groups: Sequence[tuple[Label, ...]], batched: Sequence[bool], out: Sequence[Label], sizes: dict[Label, int]
 ) -> tuple[Any, float]:
     """The cheapest order of a contraction, and its multiplications for each example."""
-    groups = [tuple(dict.fromkeys(g)) for g in groups]
+    groups = [tuple(x for x in dict.fromkeys(g) if sizes[x] != 1) for g in groups]
     present = dict.fromkeys(x for g in groups for x in g)
     symbols = {x: opt_einsum.get_symbol(i + 1) for i, x in enumerate(present)}
     example = opt_einsum.get_symbol(0)
@@ -456,7 +459,7 @@ def _kind(term: Term) -> Any:
     """What terms have to share to be joined; None for one that cannot be."""
     out = term.out
     summed = {x for f in term.factors for x in f.labels} | {k for p in term.places.values() for k in p.labels}
-    summed -= set(out)
+    summed = {x for x in summed - set(out) if term.sizes[x] != 1}
     parts = [f.labels for f in term.factors] + [p.labels for p in term.places.values()]
     if any(isinstance(f, Windows) or not f.batched for f in term.factors) or term.mask is not None:
         return None
@@ -478,13 +481,14 @@ def _joined(terms: Sequence[Term]) -> Term:
     indices: dict[int, list[Places]] = {}
     for term in map(folded, terms):
         out = term.out
-        summed = sorted(set(term.factors[0].labels) - set(out))
+        summed = sorted(x for x in set(term.factors[0].labels) - set(out) if term.sizes[x] != 1)
         count = math.prod(term.sizes[x] for x in summed)
         position = lambda f, out=out: tuple(i for i, x in enumerate(out) if x in f.labels)
         for column, f in zip(columns, sorted(term.factors, key=position), strict=True):
-            order = [*summed, *(x for x in out if x in f.labels)]
-            array = f.array.transpose([f.labels.index(x) for x in order])
-            array = array.reshape(count, *(term.sizes[x] for x in order[len(summed) :]))
+            kept = [x for x in out if x in f.labels]
+            single = [x for x in f.labels if x not in kept and x not in summed]
+            array = f.array.transpose([f.labels.index(x) for x in (*single, *summed, *kept)])
+            array = array.reshape(count, *(term.sizes[x] for x in kept))
             column.append(Factor(array, tuple(i for i, x in enumerate(out) if x in f.labels), f.batched))
         for x, p in term.places.items():
             flat = jnp.transpose(p.index, [p.labels.index(k) for k in summed]).reshape(count)

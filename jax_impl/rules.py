@@ -431,10 +431,18 @@ def _product(a: Term, b: Term) -> Term:
     return _absorbed(a.replace(axes=tuple(axes), sizes=sizes, scale=(*a.scale, *b.scale), mask=mask), factors)
 
 
+def _narrowed(f: Factor, term: Term) -> Factor:
+    """The factor without axes of length 1 that nothing else has."""
+    single = [i for i, x in enumerate(f.labels) if term.sizes[x] == 1 and x not in term.out]
+    if isinstance(f, Windows) or not single:
+        return f
+    return Factor(jnp.squeeze(f.array, single), tuple(x for i, x in enumerate(f.labels) if i not in single), f.batched)
+
+
 def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
     """The term with more factors, each multiplied into one that has its labels, if there is one."""
     factors = list(term.factors)
-    for f in extra:
+    for f in [_narrowed(f, term) for f in extra]:
         fits = [
             i
             for i, g in enumerate(factors)
@@ -592,6 +600,7 @@ def _contracted(term: Term, extra: Sequence[Factor]) -> Term:
     factors = list(term.factors)
     for f in extra:
         gone = set(f.labels) - set(term.out) - {k for p in term.places.values() for k in p.labels}
+        gone = {x for x in gone if term.sizes[x] != 1}
         sharing = [i for i, g in enumerate(factors) if gone & set(g.labels)]
         if len(sharing) == 1 and gone and not isinstance(factors[sharing[0]], Windows):
             g = factors[sharing[0]]

@@ -221,7 +221,9 @@ def test_memory_is_that_of_the_plain_gradient():
     plain = mt.as_torch(lambda p, x, y: jax.grad(mt.as_jax(loss))(p, x, y))
     fun = mt.clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
     used = [f.compiled(params, x, y).memory_analysis().temp_size_in_bytes for f in (fun, plain)]
-    assert used[0] <= 1.25 * used[1]
+    # Inputs and cotangents of each layer are kept until the norms are known; of GELU the plain gradient keeps less.
+    assert used[0] <= 1.4 * used[1]
+    assert used[0] <= 1.1 * 2 * 4 * 64 * 128 * 4  # two arrays for each of four layers
 
 
 def test_bad_input():
