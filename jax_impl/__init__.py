@@ -3,6 +3,8 @@
 from .accumulation import AccumulationType, Accumulator, weighted_mean
 from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .chunking import chunked_vmap
+from .clipping import ClippedAux, ClippedGrad, clip_by_global_norm, clipped_grad, global_norm, rescale_by_norm
+from .factored import Explanation
 from .microbatching import Aux, micro_grad, micro_vmap, microbatch
 from .partition import reshape_batch_axis
 from .scanning import checkpoint_chunked_scan, sliced_scan
@@ -12,9 +14,15 @@ __all__ = [
     "AccumulationType",
     "Accumulator",
     "Aux",
+    "ClippedAux",
+    "ClippedGrad",
+    "Explanation",
     "Static",
     "checkpoint_chunked_scan",
     "chunked_vmap",
+    "clip_by_global_norm",
+    "clipped_grad",
+    "global_norm",
     "hessian",
     "hessian_blocks",
     "hessian_to_pytree",
@@ -24,6 +32,7 @@ __all__ = [
     "micro_grad",
     "micro_vmap",
     "microbatch",
+    "rescale_by_norm",
     "reshape_batch_axis",
     "sliced_scan",
     "weighted_mean",

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .accumulation import AccumulatorTree, WeightedMean
+from .accumulation import AccumulationType, AccumulatorTree, WeightedMean
 from .arguments import Batch, Function
+from .factored import Explanation, Factored
 from .fitting import Output, bind, match
 from .partition import Plan
 from .trees import PyTree, flatten_with_names, outlined, structure, varying_axes
@@ -45,6 +46,7 @@ def accumulate(
     accumulators: AccumulatorTree,
     vmap_fn: VmapFn | None = None,
     zeros: Callable[[], frozenset[int]] = frozenset,
+    factored: bool = False,
 ) -> PyTree:
     """Run ``fun`` on every microbatch and join the outputs.
 
@@ -55,6 +57,7 @@ def accumulate(
         accumulators: What to do with the outputs.
         vmap_fn: Maps ``fun`` over the examples of a microbatch.
         zeros: Called after tracing: the places, among the flat outputs, of gradients that are zero by definition.
+        factored: Whether to sum over examples by factors where the outputs have them (:mod:`factored`).
     """
     fun = guard_weights(fun, accumulators)
     main = _microbatch_fun(fun, batch, plan, plan.size, vmap_fn)
@@ -68,6 +71,10 @@ def accumulate(
     if per_example:
         shapes = jax.eval_shape(accumulator.aggregate, shapes)
 
+    aggregate = lambda *leaves: accumulator.aggregate(main(*leaves))
+    if factored and isinstance(main, _Mapped):
+        aggregate = _by_factors(main, batch, summed_outputs(accumulators, main), accumulator.aggregate)
+
     def step(carry: PyTree, index: int | jax.Array) -> PyTree:
         if plan.real is None or isinstance(plan.real, int):
             return run(carry, index)
@@ -75,11 +82,71 @@ def accumulate(
 
     def run(carry: PyTree, index: int | jax.Array) -> PyTree:
         leaves = [plan.take(leaf, index, axis) for leaf, axis in zip(batch.leaves, batch.axes, strict=True)]
-        value = (left if isinstance(index, int) and index == plan.full else main)(*leaves)
-        return accumulator.update(carry, accumulator.aggregate(value) if per_example else value, index)
+        last = isinstance(index, int) and index == plan.full
+        if not per_example:
+            value = (left if last else main)(*leaves)
+        elif isinstance(main, _Mapped):
+            value = aggregate(*leaves)
+        else:
+            value = accumulator.aggregate((left if last else main)(*leaves))
+        return accumulator.update(carry, value, index)
 
     return accumulator.finalize(
         _loop(step, as_varying(lambda c: run(c, jnp.zeros((), jnp.int32)), accumulator.init(shapes)), plan)
+    )
+
+
+def summed_outputs(accumulators: AccumulatorTree, traced: Traced) -> list[bool]:
+    """Which flat outputs are only summed over the examples."""
+    sums = (AccumulationType.SUM, AccumulationType.MEAN, AccumulationType.RUNNING_MEAN)
+    pairs = match(accumulators, traced.output)
+    flags = [(kind in sums, leaf.dtype) for kind, part in pairs for leaf in jax.tree.leaves(part)]
+    return [flag and jnp.issubdtype(dtype, jnp.floating) for flag, dtype in flags]
+
+
+def _by_factors(
+    main: _Mapped, batch: Batch, summed: Sequence[bool], aggregate: Callable[[PyTree], PyTree]
+) -> Callable[..., PyTree]:
+    """``aggregate(main(*leaves))`` by factors; its derivative is that of the plain computation."""
+    closed, axes = main.closed, tuple(batch.axes)
+    consts, count = closed.consts, len(closed.consts)
+    by_factors = Factored(closed, axes, summed)
+
+    def fast(*flat: Any) -> PyTree:
+        return aggregate(main.treedef.unflatten(by_factors(flat[:count], *flat[count:])))
+
+    def plain(*flat: Any) -> PyTree:
+        one = ClosedJaxpr(closed.jaxpr, list(flat[:count]))
+        return aggregate(main.treedef.unflatten(jax.vmap(lambda *x: _call(one, *x), axes, 0)(*flat[count:])))
+
+    # Calls were inlined, and with them went their own rules of differentiation.
+    call = jax.custom_jvp(fast)
+
+    @functools.partial(call.defjvp, symbolic_zeros=True)
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[PyTree, PyTree]:
+        moved = [place for place, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+
+        def at(*chosen: Any) -> PyTree:
+            flat = list(primals)
+            for place, value in zip(moved, chosen, strict=True):
+                flat[place] = value
+            return plain(*flat)
+
+        return jax.jvp(at, [primals[p] for p in moved], [tangents[p] for p in moved])
+
+    return lambda *leaves: call(*consts, *leaves)
+
+
+def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: int) -> Explanation:
+    """How the gradients are computed that an example returns last, after a result and auxiliary output."""
+    main = _Mapped(example, example_shapes(batch), batch.axes)
+    grads = flatten_with_names(main.output[-1], "")[0]
+    flags = summed_outputs((*joined, AccumulationType.SUM), main)
+    paths = Factored(main.closed, batch.axes, flags).program.paths[-len(grads) :] if grads else []
+    return Explanation(
+        {name: path for (name, _), path in zip(grads, paths, strict=True)},
+        {name: int(g.size) * g.dtype.itemsize * rows for name, g in grads},
+        {name: path.stored * g.dtype.itemsize * rows for (name, g), path in zip(grads, paths, strict=True)},
     )
 
 

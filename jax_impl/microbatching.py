@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from .accumulation import AccumulationType, Accumulator, AccumulatorTree
 from .arguments import Arguments, Function, Slot, axis_of_keyword, collect, indices, mapped_axes, slots, wraps
 from .differentiation import places_to_differentiate, value_and_grad
-from .execution import VmapFn, accumulate
+from .execution import VmapFn, accumulate, explained
+from .factored import Explanation
 from .fitting import check_tree
 from .partition import Options
 from .trees import PyTree
@@ -257,8 +258,11 @@ def micro_grad(
 
     What differs:
 
-    * Peak memory is ``microbatch_size * (parameters + M(1)) + transformed gradient``, where ``M(1)`` is what one
-      example's gradient takes; not ``batch * parameters``.
+    * Where ``transform_fn`` only scales by functions of norms, as :func:`clip_by_global_norm` and any hand-written
+      clipping do, no example's gradient is computed: it stays the product that it is (see :func:`clipped_grad`), at
+      the time and memory of the plain gradient of a microbatch. So it does without a transform.
+    * Otherwise peak memory is ``microbatch_size * (parameters + M(1)) + transformed gradient``, where ``M(1)`` is what
+      one example's gradient takes; not ``batch * parameters``.
     * ``fun``, its derivative, ``transform_fn`` and ``metrics_fn`` are traced once at each call, for one example.
     * The loss has to be a function of each example by itself: what mixes examples (batch normalisation) sees one.
 
@@ -294,7 +298,8 @@ def micro_grad(
 
     Returns:
         A function with the arguments of ``fun`` that returns ``(grads, Aux(values, metrics, aux))``. As with
-        ``jax.grad``, ``grads`` is a tuple where ``argnums`` is a sequence, before the transform.
+        ``jax.grad``, ``grads`` is a tuple where ``argnums`` is a sequence, before the transform. Its method
+        ``explain``, of the same arguments, tells for each parameter what its per-example gradients are kept as.
 
     Raises:
         TypeError: A loss that is not a real number, an argument to differentiate that holds only integers, ``MEAN``
@@ -317,8 +322,8 @@ def micro_grad(
     wanted = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
     batched = [arguments.check("batch_argnums", i) for i in indices("batch_argnums", batch_argnums)]
 
-    @wraps(fun)
-    def grads_of(*args: Any, **kwargs: Any) -> tuple[Any, Aux]:
+    def prepared(args: tuple[Any, ...], kwargs: dict[str, Any], raw: bool) -> tuple[Function, Any, Any]:
+        """The program of one example, which also returns the bare gradients if asked to; the batch; see example."""
         places = places_to_differentiate(arguments, wanted, args, kwargs)
         axes: dict[Slot, PyTree] = {
             slot: 0 for slot in slots(arguments, "batch_argnums", batched, args, kwargs) if slot is not None
@@ -328,7 +333,7 @@ def micro_grad(
         batch = collect(arguments, args, kwargs, list(axes.items()))
         unchanged: frozenset[int] = frozenset()
 
-        def example(*leaves: jax.Array) -> tuple[Any, Aux]:
+        def example(*leaves: jax.Array) -> tuple[Any, ...]:
             nonlocal unchanged
             rows = [jnp.expand_dims(leaf, 0) for leaf in leaves] if keep_batch_dim else leaves
             new_args, new_kwargs = batch.rebuild(rows)
@@ -338,11 +343,23 @@ def micro_grad(
             unchanged = frozenset(
                 place for place, leaf in enumerate(jax.tree.leaves(result)) if any(leaf is zero for zero in zeros)
             )
-            return result, Aux(value, metrics_fn(grads), aux)
+            outputs = result, Aux(value, metrics_fn(grads), aux)
+            return (*outputs, grads) if raw else outputs
 
+        return example, batch, lambda: unchanged
+
+    joined = (accumulator, AccumulationType.CONCAT)
+
+    @wraps(fun)
+    def grads_of(*args: Any, **kwargs: Any) -> tuple[Any, Aux]:
         with jax.named_scope("micro_grad"):
-            plan = options.plan(batch.rows)
-            joined = (accumulator, AccumulationType.CONCAT)
-            return accumulate(example, batch, plan, joined, jax.vmap, lambda: unchanged)
+            example, batch, unchanged = prepared(args, kwargs, raw=False)
+            return accumulate(example, batch, options.plan(batch.rows), joined, jax.vmap, unchanged, factored=True)
 
+    def explain(*args: Any, **kwargs: Any) -> Explanation:
+        """Which parameter's per-example gradients stay factors, and which are computed and why; runs nothing."""
+        example, batch, _ = prepared(args, kwargs, raw=True)
+        return explained(example, batch, joined, options.plan(batch.rows).size)
+
+    grads_of.explain = explain  # type: ignore[attr-defined]
     return grads_of

@@ -1,9 +1,10 @@
 """Memory-saving transforms for torch functions and modules, executed by XLA."""
 
 from ..bridge import as_jax, as_torch, jax_function, lift, share_gpu_memory, to_jax, to_torch
-from ..jax_impl import Aux, Static
+from ..jax_impl import Aux, ClippedAux, Explanation, Static
 from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .chunking import chunked_vmap
+from .clipping import clip_by_global_norm, clipped_backward, clipped_grad, global_norm, rescale_by_norm
 from .comparison import compare
 from .mapping import Source, propose_mapping
 from .microbatching import (
@@ -23,6 +24,8 @@ __all__ = [
     "AccumulationType",
     "Accumulator",
     "Aux",
+    "ClippedAux",
+    "Explanation",
     "Report",
     "Source",
     "Static",
@@ -31,7 +34,11 @@ __all__ = [
     "assign_grads",
     "checkpoint_chunked_scan",
     "chunked_vmap",
+    "clip_by_global_norm",
+    "clipped_backward",
+    "clipped_grad",
     "compare",
+    "global_norm",
     "hessian",
     "hessian_blocks",
     "hessian_to_pytree",
@@ -44,6 +51,7 @@ __all__ = [
     "micro_vmap",
     "microbatch",
     "propose_mapping",
+    "rescale_by_norm",
     "reshape_batch_axis",
     "share_gpu_memory",
     "sliced_scan",

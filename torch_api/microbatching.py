@@ -12,11 +12,23 @@ import torch
 
 from .. import jax_impl
 from ..bridge import lift
+from ..bridge.differentiation import torch_call_p, torch_linear_p
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import Rows, flatten, to_jax_tree, without_rows
 from ..bridge.values import jax_dtype
+from ..bridge.versions import enable_x64
 from ..jax_impl import AccumulationType, weighted_mean
-from .rows import Fun, finish, number_rows, number_rows_by_name, place_of, replace
+from ..jax_impl.inlining import CALLS
+from .rows import Fun, explain_with, finish, number_rows, number_rows_by_name, place_of, replace
+
+
+def _write_out(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
+    with enable_x64():
+        return program.run(*arrays)
+
+
+# A recorded torch function is one primitive. Sums over examples look into it, for products that need not be computed.
+CALLS.update({torch_call_p.name: _write_out, torch_linear_p.name: _write_out})
 
 __all__ = [
     "AccumulationType",
@@ -136,7 +148,7 @@ def microbatch(
     tensor(4.6667)
     """
     traced = to_jax_callable(fun)
-    targets = [*_listed(argnums), *_listed(argnames)]
+    targets = [*listed(argnums), *listed(argnames)]
     transform = functools.partial(
         jax_impl.microbatch,
         traced,
@@ -225,8 +237,10 @@ def micro_grad(
         g = torch.func.grad(fun)(params, x)
         grads += transform_fn(g)
 
-    What differs: peak memory is ``microbatch_size`` gradients plus the result, not ``batch`` gradients, and the loop is
-    one compiled program. Any torch code can be the loss: recurrent layers, attention, ``torch.autograd.grad`` inside.
+    What differs: the loop is one compiled program. Where ``transform_fn`` only scales by functions of norms, as
+    :func:`clip_by_global_norm` and hand-written clipping do, no example's gradient is computed and the cost is that of
+    a plain gradient (see :func:`clipped_grad`); otherwise peak memory is ``microbatch_size`` gradients plus the result.
+    Any torch code can be the loss: recurrent layers, attention, ``torch.autograd.grad`` inside.
 
     Parameters are a tensor or any tree of tensors: ``dict(model.named_parameters())`` with
     ``torch.func.functional_call(model, params, ...)`` in the loss. Integer tensors get zeros of their own dtype;
@@ -253,7 +267,8 @@ def micro_grad(
 
     Returns:
         ``(*args) -> (grads, aux)``, where ``aux.values`` are the losses ``[batch]``, ``aux.metrics`` what
-        ``metrics_fn`` returned and ``aux.aux`` the loss's own auxiliary output, each with the batch on axis 0.
+        ``metrics_fn`` returned and ``aux.aux`` the loss's own auxiliary output, each with the batch on axis 0. Its
+        ``explain(*args)`` tells for each parameter what its per-example gradients are kept as.
 
     Raises:
         TypeError, ValueError: at the call, before anything runs: a loss that is not a scalar, ``argnums`` out of range,
@@ -269,7 +284,7 @@ def micro_grad(
     ({'w': tensor([-1., -1.])}, tensor([1., 1.]))
     """
     traced = to_jax_callable(fun)
-    wanted, batched = _listed(argnums), _listed(batch_argnums)
+    wanted, batched = listed(argnums), listed(batch_argnums)
     options: dict[str, Any] = {
         "has_aux": has_aux,
         "argnums": argnums,
@@ -281,28 +296,29 @@ def micro_grad(
         "partition": partition,
     }
     if transform_fn is not None:
-        options["transform_fn"] = _of_gradients(transform_fn)
+        options["transform_fn"] = of_gradients(transform_fn)
     if metrics_fn is not None:
-        options["metrics_fn"] = _of_gradients(metrics_fn)
+        options["metrics_fn"] = of_gradients(metrics_fn)
     jax_impl.micro_grad(traced, num_real_microbatches=_host(num_real_microbatches), **options)
 
-    def run(num_real: Any, frozen: Any, *args: Any, **kwargs: Any) -> Any:
-        @functools.wraps(traced)
-        def loss(*args: Any, **kwargs: Any) -> Any:
-            for position, flags in zip(wanted, frozen, strict=True):
-                args, kwargs = replace(traced, position, args, kwargs, functools.partial(_restore, flags))
-            return traced(*args, **kwargs)
+    def prepared(num_real: Any, frozen: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        loss, args, kwargs = per_example(traced, wanted, batched, frozen, args, kwargs)
+        return jax_impl.micro_grad(loss, num_real_microbatches=num_real, **options), args, kwargs
 
-        for position in wanted:
-            args, kwargs = replace(traced, position, args, kwargs, _conjugate)
-        args, kwargs = number_rows(traced, batched, [0] * len(batched), args, kwargs)
-        kwargs = number_rows_by_name(traced, args, kwargs)
-        return jax_impl.micro_grad(loss, num_real_microbatches=num_real, **options)(*args, **kwargs)
+    def run(num_real: Any, frozen: Any, *args: Any, **kwargs: Any) -> Any:
+        grad_fn, args, kwargs = prepared(num_real, frozen, args, kwargs)
+        return grad_fn(*args, **kwargs)
+
+    def explain(num_real: Any, frozen: Any, *args: Any, **kwargs: Any) -> Any:
+        grad_fn, args, kwargs = prepared(num_real, frozen, args, kwargs)
+        return grad_fn.explain(*args, **kwargs)
 
     def leading(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return num_real_microbatches, _frozen(traced, wanted, args, kwargs)
+        return num_real_microbatches, frozen_flags(traced, wanted, args, kwargs)
 
-    return finish(run, fun, leading, recompute=True)
+    call: Any = finish(run, fun, leading, recompute=True)
+    call.explain = explain_with(explain, fun, leading)
+    return call
 
 
 def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> None:
@@ -338,13 +354,13 @@ def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> N
             parameters[name].grad = grad.detach()
 
 
-def _of_gradients(fun: Fun) -> Fun:
+def of_gradients(fun: Fun) -> Fun:
     """A function of one example's gradients, without the row number that a batch argument carries."""
     traced = to_jax_callable(fun)
     return lambda grads: traced(without_rows(grads)[0])
 
 
-def _listed(value: int | str | Sequence[Any]) -> list[Any]:
+def listed(value: int | str | Sequence[Any]) -> list[Any]:
     """``argnums`` and ``argnames`` may be one or several."""
     return [value] if isinstance(value, (int, str)) else list(value)
 
@@ -354,7 +370,27 @@ def _host(num_real: Any) -> Any:
     return None if isinstance(num_real, torch.Tensor) else num_real
 
 
-def _frozen(fun: Fun, wanted: Sequence[int], args: Any, kwargs: Any) -> tuple[tuple[bool, ...], ...]:
+def per_example(
+    traced: Fun, wanted: Sequence[int], batched: Sequence[int], frozen: Any, args: Any, kwargs: Any
+) -> tuple[Fun, Any, Any]:
+    """A loss for the transforms that differentiate each example, and the arguments to pass to it.
+
+    It leaves frozen parameters alone, follows torch's convention for complex ones, and draws for each row by number.
+    """
+
+    @functools.wraps(traced)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        for position, flags in zip(wanted, frozen, strict=True):
+            args, kwargs = replace(traced, position, args, kwargs, functools.partial(_restore, flags))
+        return traced(*args, **kwargs)
+
+    for position in wanted:
+        args, kwargs = replace(traced, position, args, kwargs, _conjugate)
+    args, kwargs = number_rows(traced, batched, [0] * len(batched), args, kwargs)
+    return loss, args, number_rows_by_name(traced, args, kwargs)
+
+
+def frozen_flags(fun: Fun, wanted: Sequence[int], args: Any, kwargs: Any) -> tuple[tuple[bool, ...], ...]:
     """For each differentiated argument, which of its tensors are frozen parameters."""
     flags = []
     for position in wanted:

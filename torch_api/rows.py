@@ -34,6 +34,24 @@ def finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recomput
     return wrapped
 
 
+def explain_with(explain: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]]) -> Fun:
+    """``explain(*leading(*args), *args)``, a JAX function that returns no arrays, for torch's arguments."""
+
+    @functools.wraps(python_function(fun))
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        found: list[Any] = []
+
+        def probe(*args: Any, **kwargs: Any) -> Any:
+            found.append(explain(*args, **kwargs))
+            return jnp.zeros(())
+
+        call: Any = as_torch(_signed(probe, fun))
+        call.compiled(*leading(*args, **kwargs), *args, **kwargs)
+        return found[-1]
+
+    return explained
+
+
 def _signed(run: Fun, fun: Fun) -> Fun:
     """Give ``run`` the parameters of ``fun`` in the place of ``*args, **kwargs``, so that messages can name them."""
     own = [p for p in inspect.signature(run).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -1,0 +1,421 @@
+"""Per-example clipping at the cost of a plain gradient, after ``jax_privacy.clipping``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .accumulation import AccumulationType
+from .arguments import Arguments, Batch, Function, Slot, axis_of_keyword, collect, indices, read, slots, wraps, write
+from .differentiation import places_to_differentiate, value_and_grad
+from .execution import accumulate, explained
+from .factored import Explanation
+from .partition import Options
+from .sums import wide
+from .trees import PyTree, as_array, dtype_of, flatten, flatten_with_names, outlined
+
+
+class ClippedAux(NamedTuple):
+    """What :func:`clipped_grad` returns beside the gradients, the examples on axis 0; None for what was not asked."""
+
+    values: Any
+    """The losses, ``[batch]``."""
+    grad_norms: Any
+    """The norms before clipping, ``[batch]``."""
+    aux: Any
+    """The function's own auxiliary output."""
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """The Euclidean norm of all floating-point leaves together, ``[]``.
+
+    Equivalent to ``optax.global_norm``, but squares are summed in at least float32, and its derivative at zero is zero.
+    As ``metrics_fn`` of :func:`micro_grad` it costs nothing beyond clipping.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import global_norm
+        >>> global_norm({"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)})
+        Array(5., dtype=float32)
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(dtype_of(leaf), jnp.inexact)]
+    if not leaves:
+        return jnp.zeros((), jnp.float32)
+    squares: Any = 0.0
+    for leaf in map(jnp.asarray, leaves):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            squares = squares + jnp.sum(jnp.square(leaf.real) + jnp.square(leaf.imag))
+        else:
+            squares = squares + jnp.sum(jnp.square(leaf.astype(wide(leaf.dtype))))
+    empty = squares == 0
+    return jnp.where(empty, 0, jnp.sqrt(jnp.where(empty, 1, squares)))
+
+
+def clip_by_global_norm(max_norm: PyTree, *, nan_safe: bool = True) -> Callable[[PyTree], PyTree]:
+    """Scale gradients down to a norm of at most ``max_norm``.
+
+    Equivalent to ``lambda g: jax.tree.map(lambda x: x * min(1, max_norm / global_norm(g)), g)`` on one example's
+    gradients. As ``transform_fn`` of :func:`micro_grad` it takes the factored path of :func:`clipped_grad`.
+
+    Args:
+        max_norm: A positive number or an array of shape ``()``, which may be traced: a changing norm does not compile
+            anew. Or a tree of these that is a prefix of the gradients' tree: each part is clipped by itself.
+        nan_safe: Gradients whose norm is not finite become zero, so that one bad example spoils nothing.
+
+    Returns:
+        A function of a gradient tree. Norms are computed in at least float32; dtypes are kept, and integer leaves too.
+
+    Raises:
+        TypeError: A norm that is no number.
+        ValueError: A norm that is not positive, or, at the call, a tree that is no prefix.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import clip_by_global_norm
+        >>> clip_by_global_norm(1.0)({"w": jnp.array([3.0, 4.0])})
+        {'w': Array([0.6, 0.8], dtype=float32)}
+    """
+    checked_norms("max_norm", max_norm)
+    return lambda grads: _clipped(grads, max_norm, "max_norm", nan_safe)
+
+
+def rescale_by_norm(scale_fn: Callable[[jax.Array], jax.Array], *, nan_safe: bool = True) -> Callable[[PyTree], PyTree]:
+    """Multiply gradients by a function of their norm.
+
+    Equivalent to ``lambda g: jax.tree.map(lambda x: x * scale_fn(global_norm(g)), g)``; a ``transform_fn`` of
+    :func:`micro_grad` that takes the factored path of :func:`clipped_grad`.
+
+    Args:
+        scale_fn: ``norm -> factor``, both of shape ``()``; for instance ``lambda n: 1 / (n + 0.01)``, automatic
+            clipping (Bu et al., 2022, arXiv:2206.07136).
+        nan_safe: Gradients whose norm or factor is not finite become zero.
+
+    Raises:
+        TypeError: ``scale_fn`` is not callable.
+        ValueError: At the call, a factor that is not of shape ``()``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import rescale_by_norm
+        >>> rescale_by_norm(lambda n: 2 / n)(jnp.array([3.0, 4.0]))
+        Array([1.2, 1.6], dtype=float32)
+    """
+    if not callable(scale_fn):
+        raise TypeError(f"scale_fn must be a function of the norm, got {scale_fn!r}.")
+
+    def transform(grads: PyTree) -> PyTree:
+        norm = global_norm(grads)
+        scale = jnp.asarray(scale_fn(norm))
+        if scale.shape:
+            raise ValueError(f"scale_fn must return a number, got shape {scale.shape}.")
+        keep = jnp.isfinite(norm) & jnp.isfinite(scale) if nan_safe else None
+        return jax.tree.map(lambda g: _times(g, scale, keep), grads)
+
+    return transform
+
+
+def _times(grad: Any, scale: jax.Array, keep: jax.Array | None) -> Any:
+    """The gradient scaled, and zero where it is not to be kept."""
+    dtype = dtype_of(grad)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return grad
+    working = wide(dtype)
+    scaled = (grad.astype(working) * scale.astype(jnp.finfo(working).dtype)).astype(dtype)
+    return scaled if keep is None else jnp.where(keep, scaled, jnp.zeros((), dtype))
+
+
+def checked_norms(option: str, norms: PyTree) -> list[Any]:
+    """The clip norms of an option, or the error that names the one at fault."""
+    named, _ = flatten_with_names(norms, option)
+    if not named:
+        raise ValueError(f"{option} must hold a positive number, got {norms!r}.")
+    for name, norm in named:
+        rule = "a positive number or an array of shape ()"
+        if isinstance(norm, (bool, str)) or not (hasattr(norm, "dtype") or isinstance(norm, (int, float))):
+            raise TypeError(f"{name} must be {rule}, got {norm!r} of type {type(norm).__name__}.")
+        if np.shape(norm):
+            raise ValueError(f"{name} must be {rule}, got shape {np.shape(norm)}.")
+        if not jnp.issubdtype(dtype_of(norm), jnp.floating) and not jnp.issubdtype(dtype_of(norm), jnp.integer):
+            raise TypeError(f"{name} must be {rule}, got {dtype_of(norm).name}.")
+        if not isinstance(norm, jax.core.Tracer) and not float(norm) > 0:
+            raise ValueError(f"{name} must be positive, got {norm}. To leave gradients as they are, pass inf.")
+    return [norm for _, norm in named]
+
+
+def _clipped(
+    grads: PyTree, norms: PyTree, option: str, nan_safe: bool, unit: bool = False, padding: Any = None
+) -> PyTree:
+    """The gradients of one example, clipped part by part; zero for padding."""
+    given, treedef = flatten(norms)
+    try:
+        parts = treedef.flatten_up_to(grads)
+    except ValueError:
+        raise ValueError(
+            f"{option} must be a number or a prefix of the gradients' tree. {option}: {outlined(norms)}; gradients: "
+            f"{outlined(grads)}."
+        ) from None
+    lengths = [global_norm(part) for part in parts]
+    keep = functools.reduce(jnp.logical_and, map(jnp.isfinite, lengths)) if nan_safe else None
+    if padding is not None:
+        keep = ~padding if keep is None else keep & ~padding
+    clipped = []
+    for part, length, norm in zip(parts, lengths, given, strict=True):
+        norm = jnp.asarray(norm, length.dtype)
+        above = length > norm
+        # Where a norm is inf, so that inf / inf never occurs; and no division by zero, which a derivative would see.
+        divisor = jnp.where(above, length, 1)
+        scale = jnp.where(above, 1 / divisor, 1 / norm) if unit else jnp.where(above, norm / divisor, 1)
+        clipped.append(jax.tree.map(lambda g, scale=scale: _times(g, scale, keep), part))
+    return treedef.unflatten(clipped)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedGrad:
+    """What :func:`clipped_grad` returns: a function that knows its sensitivity and can tell how it computes."""
+
+    fun: Function
+    l2_norm_bound: Any
+    has_aux: bool
+    explain: Callable[..., Explanation]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The clipped gradients, and with auxiliary output a pair."""
+        return self.fun(*args, **kwargs)
+
+    def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
+        """How far, in Euclidean norm, the gradients can move when one example changes.
+
+        Args:
+            neighboring_relation: ``"ADD_OR_REMOVE_ONE"`` and ``"REPLACE_SPECIAL"`` (an example against none) or
+                ``"REPLACE_ONE"`` (against another, twice as far); or the member of ``dp_accounting``'s enum.
+        """
+        name = getattr(neighboring_relation, "name", neighboring_relation)
+        if name in ("ADD_OR_REMOVE_ONE", "REPLACE_SPECIAL"):
+            return self.l2_norm_bound
+        if name == "REPLACE_ONE":
+            return 2 * self.l2_norm_bound
+        raise ValueError(
+            "neighboring_relation must be 'ADD_OR_REMOVE_ONE', 'REPLACE_SPECIAL' or 'REPLACE_ONE', got "
+            f"{neighboring_relation!r}."
+        )
+
+
+def clipped_grad(
+    fun: Function,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    l2_clip_norm: PyTree,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: Any = 1.0,
+    batch_argnums: int | Sequence[int] = 1,
+    keep_batch_dim: bool = True,
+    return_values: bool = False,
+    return_grad_norms: bool = False,
+    pre_clipping_transform: Callable[[PyTree], PyTree] | None = None,
+    microbatch_size: int | None = None,
+    nan_safe: bool = True,
+    dtype: Any = None,
+    prng_argnum: int | None = None,
+    remainder: str = "error",
+    partition: str = "strided",
+) -> ClippedGrad:
+    """The sum over a batch of per-example gradients, each clipped to a norm.
+
+    Equivalent, for ``fun(params, batch)``, to ``sum(clip(jax.grad(fun)(params, x)) for x in batch) / normalize_by``
+    with ``clip = clip_by_global_norm(l2_clip_norm)`` and one row ``x``, its axis of length 1 kept. What differs:
+
+    * **Time and memory are those of the plain gradient** of a microbatch, for almost every parameter of almost every
+      model. An example's gradient is a product: for a weight ``X[t, i] D[t, o]``, inputs and cotangents, for an
+      embedding cotangents and indices. The norm follows from Gram matrices or from the product, whichever is cheaper,
+      and the clipped sum is one matrix product with the factors weighted; nothing of ``batch x parameters`` exists.
+      This is derived from the program, not from layers: convolutions, weights used more than once, loops, and
+      parameters that are reshaped, sliced, stacked or scaled before use are covered.
+    * Where no rule covers an operation, the gradient of that parameter, and of no other, is computed for each example
+      of a microbatch. ``explain(*args)`` tells for each parameter which path it takes, and why.
+    * Differentiated itself, it is computed the plain way.
+    * In half precision the sum is more accurate: products are accumulated in float32 and rounded once.
+
+    An example whose gradient holds NaN or infinity counts as zero with ``nan_safe``, all of it. (jax_privacy zeroes
+    the entries and keeps the rest, which needs each entry.)
+
+    After ``jax_privacy.clipping.clipped_grad`` (De et al., 2022, arXiv:2204.13650); ghost norms and book-keeping (Li et
+    al., 2021, arXiv:2110.05679; Bu et al., 2022, arXiv:2210.00038) do for layers what this does for programs. Trees of
+    clip norms, ``remainder`` and ``partition`` are added.
+
+    Shapes and dtypes: batch arguments ``[batch, ...]``; gradients as the parameters, or in ``dtype``; losses and norms
+    ``[batch]``. An empty batch gives zeros.
+
+    Args:
+        fun: The loss, ``fun(params, batch) -> []``, of one example.
+        argnums: The positions of the arguments to differentiate.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``.
+        l2_clip_norm: A positive number, traced or not, or a tree of them that is a prefix of the gradients' tree: each
+            part is then clipped by itself.
+        rescale_to_unit_norm: Divide by the clip norm, so that the largest norm is 1.
+        normalize_by: Divide the sum by this, for instance the expected batch size.
+        batch_argnums: The positions of the arguments that hold the batch, on axis 0.
+        keep_batch_dim: Whether ``fun`` expects a batch axis. If so, an axis of length 1 that auxiliary output has in
+            the second place is dropped.
+        return_values: Whether to return the losses.
+        return_grad_norms: Whether to return the norms before clipping, of all parts together.
+        pre_clipping_transform: What to do to an example's gradients before they are clipped.
+        microbatch_size: Examples of a microbatch; None for all at once.
+        nan_safe: Count examples whose gradient is not finite as zero.
+        dtype: The dtype of the gradients from before clipping on; by default that of the parameters.
+        prng_argnum: The position of a random key, which is split into one for each example.
+        remainder: ``"error"``, or ``"run"`` to run left-over examples as one smaller microbatch at the end.
+        partition: ``"strided"`` or ``"contiguous"``; see :func:`microbatch`.
+
+    Returns:
+        A function with the arguments of ``fun`` and ``is_padding_example=None``, booleans ``[batch]`` of examples that
+        count as zero whatever they hold. It returns the gradients, or ``(gradients, ClippedAux)`` where values, norms
+        or auxiliary output were asked for. Its ``sensitivity()`` is the bound on one example's part, its ``explain``
+        tells how it computes.
+
+    Raises:
+        TypeError: A parameter that is not of a real floating-point type, or a loss that is not, a clip norm or another
+            option of a wrong type.
+        ValueError: A clip norm or ``normalize_by`` that is not positive, a tree that is no prefix, an argument that is
+            both differentiated and the batch, a size that does not divide the batch, batch arguments or padding flags
+            of different length, a loss that reduces over examples by a mapped axis name.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from microtome.jax_impl import clipped_grad
+        >>> loss = lambda w, x: jnp.sum(w * x)
+        >>> grad_fn = clipped_grad(loss, l2_clip_norm=1.0, return_grad_norms=True)
+        >>> grads, aux = grad_fn(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
+        >>> grads, aux.grad_norms, grad_fn.sensitivity()
+        (Array([0.6, 1.3], dtype=float32), Array([5. , 0.5], dtype=float32), 1.0)
+    """
+    norms = checked_norms("l2_clip_norm", l2_clip_norm)
+    if not isinstance(normalize_by, jax.core.Tracer) and not float(normalize_by) > 0:
+        raise ValueError(f"normalize_by must be positive, got {normalize_by}.")
+    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise TypeError(f"dtype must be a floating-point type, got {jnp.dtype(dtype).name}.")
+    options = Options.checked(microbatch_size, remainder, partition, None)
+    arguments = Arguments.of(fun)
+    wanted = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
+    batched = [arguments.check("batch_argnums", i) for i in indices("batch_argnums", batch_argnums)]
+    keys = (
+        [] if prng_argnum is None else [arguments.check("prng_argnum", i) for i in indices("prng_argnum", prng_argnum)]
+    )
+    if not batched:
+        raise ValueError("batch_argnums must name at least one argument.")
+    if set(wanted) & {*batched, *keys}:
+        raise ValueError(
+            f"argnums={argnums} and batch_argnums={batch_argnums} or prng_argnum={prng_argnum} name the same argument. "
+            "What has a batch axis cannot be differentiated for each example."
+        )
+    has_output = has_aux or return_values or return_grad_norms
+    joined = (AccumulationType.SUM, AccumulationType.CONCAT)
+
+    def prepared(args: tuple[Any, ...], kwargs: dict[str, Any], padding: Any, raw: bool) -> tuple[Function, Batch]:
+        places = places_to_differentiate(arguments, wanted, args, kwargs)
+        _check_parameters(arguments, places, args, kwargs)
+        axes: dict[Slot, PyTree] = {
+            slot: 0 for slot in slots(arguments, "batch_argnums", batched, args, kwargs) if slot is not None
+        }
+        key_slots = [slot for slot in slots(arguments, "prng_argnum", keys, args, kwargs) if slot is not None]
+        shared = {*arguments.positional, *places, *key_slots}
+        axes |= {n: axis_of_keyword(v) for n, v in kwargs.items() if n not in axes and n not in shared}
+        batch = collect(arguments, args, kwargs, list(axes.items()))
+        extra = [] if padding is None else [_checked_padding(padding, batch.rows)]
+        key_leaves, key_trees = [], []
+        for slot in key_slots:
+            leaves, treedef = flatten(read(slot, args, kwargs))
+            key_leaves += [jax.random.split(key, batch.rows) for key in leaves]
+            key_trees.append((slot, treedef))
+        count = len(batch.leaves)
+
+        def example(*leaves: jax.Array) -> tuple[Any, ...]:
+            own = leaves[:count]
+            new_args, new_kwargs = batch.rebuild([jnp.expand_dims(x, 0) for x in own] if keep_batch_dim else own)
+            rest = iter(leaves[count : count + len(key_leaves)])
+            for slot, treedef in key_trees:
+                tree = treedef.unflatten([next(rest) for _ in range(treedef.num_leaves)])
+                write(slot, tree, new_args, new_kwargs)
+            value, aux, grads, _ = _value_and_grad(fun, has_aux, places, new_args, new_kwargs)
+            grads = grads[0] if isinstance(argnums, int) else grads
+            norm = global_norm(grads) if return_grad_norms else None
+            before = grads if pre_clipping_transform is None else pre_clipping_transform(grads)
+            before = before if dtype is None else jax.tree.map(lambda g: g.astype(dtype), before)
+            is_padding = leaves[-1] if extra else None
+            result = _clipped(before, l2_clip_norm, "l2_clip_norm", nan_safe, rescale_to_unit_norm, is_padding)
+            outputs = result, ClippedAux(value if return_values else None, norm, aux)
+            return (*outputs, grads) if raw else outputs
+
+        leaves = [*batch.leaves, *key_leaves, *extra]
+        return example, Batch(leaves, [*batch.axes, *[0] * (len(leaves) - count)], batch.rows, batch.rebuild)
+
+    @wraps(fun)
+    def grads_of(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
+        with jax.named_scope("clipped_grad"):
+            example, batch = prepared(args, kwargs, is_padding_example, raw=False)
+            grads, aux = accumulate(example, batch, options.plan(batch.rows), joined, jax.vmap, factored=True)
+            if isinstance(normalize_by, jax.core.Tracer) or normalize_by != 1.0:
+                grads = jax.tree.map(lambda g: g / jnp.asarray(normalize_by, g.dtype), grads)
+            if keep_batch_dim:
+                aux = aux._replace(aux=jax.tree.map(_without_row_axis, aux.aux))
+        return (grads, aux) if has_output else grads
+
+    def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Explanation:
+        """Which parameter's per-example gradients stay factors, and which are computed and why; runs nothing."""
+        example, batch = prepared(args, kwargs, is_padding_example, raw=True)
+        return explained(example, batch, joined, options.plan(batch.rows).size)
+
+    if rescale_to_unit_norm:
+        bound: Any = math.sqrt(len(norms))
+    elif len(norms) == 1:
+        bound = norms[0]
+    else:
+        squares = sum(n * n for n in norms)
+        bound = math.sqrt(squares) if isinstance(squares, (int, float)) else jnp.sqrt(squares)
+    return ClippedGrad(grads_of, bound / normalize_by, has_output, explain)
+
+
+def _value_and_grad(
+    fun: Function, has_aux: bool, places: Sequence[Slot], args: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    try:
+        return value_and_grad(fun, has_aux, places, args, kwargs)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ValueError(
+            "fun reduces over the examples by an axis name, as batch normalisation does; the gradient of one example "
+            "is then not defined. Use a normalisation within the example (group, layer or instance normalisation), or "
+            "batch normalisation in evaluation mode."
+        ) from error
+
+
+def _check_parameters(arguments: Arguments, places: Sequence[Slot], args: Any, kwargs: Any) -> None:
+    for slot in places:
+        for name, leaf in flatten_with_names(read(slot, args, kwargs), arguments.label(slot))[0]:
+            found = jnp.dtype(dtype_of(leaf))
+            if not jnp.issubdtype(found, jnp.floating):
+                raise TypeError(
+                    f"{name} is {found.name}; clipping needs parameters of a real floating-point type. Pass it as an "
+                    "argument of its own, or as two real ones where it is complex."
+                )
+
+
+def _checked_padding(padding: Any, rows: int) -> jax.Array:
+    flags = as_array(padding, "is_padding_example", "Pass one boolean for each example.")
+    if flags.dtype != jnp.bool_:
+        raise TypeError(f"is_padding_example must hold booleans, got {flags.dtype.name}.")
+    if flags.shape != (rows,):
+        raise ValueError(f"is_padding_example must have shape ({rows},), one flag for each example, got {flags.shape}.")
+    return flags
+
+
+def _without_row_axis(leaf: jax.Array) -> jax.Array:
+    return jnp.squeeze(leaf, 1) if leaf.ndim > 1 and leaf.shape[1] == 1 else leaf

@@ -1,0 +1,512 @@
+"""Arrays kept as what they are products of: sums of tensor networks, contracted only when that is cheap.
+
+A :class:`Term` is an einsum that has not been carried out. Its factors are arrays whose axes carry labels; a label
+that no axis of the result has is summed over. So the gradient of a weight matrix is ``X[t, i] D[t, o]`` with axes
+``(i, o)``. An axis may be reached through :class:`Places`, a one-hot matrix kept as indices: the gradient of an
+embedding is ``D[t, o]`` whose ``t`` stands at ``index[t]`` of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_einsum
+
+from .sums import wide
+
+Label = int
+_counter = itertools.count()
+
+
+def new_label() -> Label:
+    """A label that no other network has."""
+    return next(_counter)
+
+
+class UnsupportedError(Exception):
+    """No rule covers this; the array has to be computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """An array with a label for each axis; ``batched`` tells that it differs between examples."""
+
+    array: Any
+    labels: tuple[Label, ...]
+    batched: bool
+
+    @property
+    def stored(self) -> int:
+        """The elements that are kept for it."""
+        return int(self.array.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows(Factor):
+    """The windows of a convolution, ``[..., taps, positions]``, kept as the array that they are cut from.
+
+    ``labels`` are those of the leading axes, then one for the tap and one for the position of each spatial axis.
+    Position s of tap k reads entry ``k * stride + s * dilation`` of the array, padded by ``padding``.
+    """
+
+    padding: tuple[tuple[int, int, int], ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    taps: tuple[int, ...]
+    positions: tuple[int, ...]
+    flipped: tuple[bool, ...]
+    """Whether the taps of an axis are counted from the last."""
+
+    @property
+    def tap_labels(self) -> tuple[Label, ...]:
+        """The labels of the taps."""
+        return self.labels[-2 * len(self.taps) : -len(self.taps)]
+
+    @property
+    def padded(self) -> Any:
+        """The array with its padding."""
+        if all(p == (0, 0, 0) for p in self.padding):
+            return self.array
+        padding = [(0, 0, 0)] * (self.array.ndim - len(self.taps)) + list(self.padding)
+        return jax.lax.pad(self.array, jnp.zeros((), self.array.dtype), padding)
+
+    def at_tap(self, padded: Any, tap: Sequence[Any]) -> Factor:
+        """The factor at a tap, whose place may be traced."""
+        lead = padded.ndim - len(self.taps)
+        count = zip(tap, self.taps, self.flipped, strict=True)
+        start = [(n - 1 - k if flip else k) * s for (k, n, flip), s in zip(count, self.stride, strict=True)]
+        extent = [(n - 1) * d + 1 for n, d in zip(self.positions, self.dilation, strict=True)]
+        place = [jnp.asarray(k, jnp.int32) for k in [0] * lead + start]
+        cut = jax.lax.dynamic_slice(padded, place, [*padded.shape[:lead], *extent])
+        if any(d > 1 for d in self.dilation):
+            cut = jax.lax.slice(cut, [0] * cut.ndim, cut.shape, [1] * lead + list(self.dilation))
+        return Factor(cut, (*self.labels[:lead], *self.labels[lead + len(self.taps) :]), self.batched)
+
+    def expanded(self) -> Factor:
+        """The windows as an array."""
+        padded = self.padded
+        cuts = [self.at_tap(padded, tap).array for tap in itertools.product(*map(range, self.taps))]
+        lead = self.array.ndim - len(self.taps)
+        stacked = jnp.stack(cuts, lead)
+        shape = (*self.array.shape[:lead], *self.taps, *self.positions)
+        return Factor(stacked.reshape(shape), self.labels, self.batched)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where entries stand along an axis of length ``size``: entry k at ``index[k]``, every index within the axis."""
+
+    index: Any  # a NumPy array where it is known while tracing
+    labels: tuple[Label, ...]
+    size: int
+    batched: bool
+
+    @property
+    def static(self) -> bool:
+        """Whether the places are known, and no two entries share one."""
+        return isinstance(self.index, np.ndarray)
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """``scale * einsum(factors)``; ``axes`` holds the labels of each axis of the result, several for a merged one.
+
+    ``mask``, a boolean of shape (), makes the term zero whatever its factors hold.
+    """
+
+    factors: tuple[Factor, ...]
+    axes: tuple[tuple[Label, ...], ...]
+    sizes: dict[Label, int]
+    places: dict[Label, Places] = dataclasses.field(default_factory=dict)
+    scale: tuple[Factor, ...] = ()
+    mask: Any = None
+    precision: Any = None
+
+    @property
+    def out(self) -> list[Label]:
+        """The labels of the result, row-major."""
+        return [label for axis in self.axes for label in axis]
+
+    @property
+    def stored(self) -> int:
+        """Elements kept for each example."""
+        return sum(f.stored for f in self.factors if f.batched)
+
+    def replace(self, **changes: Any) -> Term:
+        """A copy with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    def relabelled(self, table: dict[Label, Label]) -> Term:
+        """The same term under other labels."""
+        get = lambda labels: tuple(table.get(x, x) for x in labels)
+        return self.replace(
+            factors=tuple(dataclasses.replace(f, labels=get(f.labels)) for f in self.factors),
+            axes=tuple(map(get, self.axes)),
+            sizes={table.get(x, x): n for x, n in self.sizes.items()},
+            places={table.get(x, x): dataclasses.replace(p, labels=get(p.labels)) for x, p in self.places.items()},
+        )
+
+    def fresh(self) -> Term:
+        """The same term under labels of its own."""
+        return self.relabelled({x: new_label() for x in self.sizes})
+
+
+def whole(array: Any, batched: bool) -> Term:
+    """An array as a network of one factor.
+
+    An axis of length 1 has no label in the result. In the factor it keeps one, summed over: so the array stays the
+    very array, and a loop that returns it twice can tell.
+    """
+    labels = tuple(new_label() for _ in array.shape)
+    axes = tuple((label,) if n != 1 else () for label, n in zip(labels, array.shape, strict=True))
+    return Term((Factor(array, labels, batched),), axes, dict(zip(labels, array.shape, strict=True)))
+
+
+def _einsum(
+    factors: Sequence[Factor], out: Sequence[Label], sizes: dict[Label, int], dtype: Any, precision: Any
+) -> Any:
+    """The factors contracted to the labels ``out``, in the cheapest order."""
+    numbers: dict[Label, int] = {}
+    number = lambda labels: [numbers.setdefault(x, len(numbers)) for x in labels]
+    operands: list[Any] = []
+    scalars = [f for f in factors if not f.labels]
+    factors = [f for f in factors if f.labels]
+    for f in factors:
+        array = f.array if jnp.issubdtype(f.array.dtype, jnp.inexact) else f.array.astype(dtype)
+        operands += [array, number(f.labels)]
+    present = [x for x in out if x in numbers]
+    result = (
+        jnp.einsum(
+            *operands,
+            number(present),
+            optimize=_path([f.labels for f in factors], [f.batched for f in factors], present, sizes)[0],
+            precision=precision,
+            preferred_element_type=dtype,
+        )
+        if operands
+        else jnp.ones((), dtype)
+    )
+    if len(present) < len(out):
+        shape = tuple(sizes[x] for x in out)
+        result = jax.lax.broadcast_in_dim(result, shape, [i for i, x in enumerate(out) if x in numbers])
+    return _scaled(result, scalars)
+
+
+_EXAMPLES = 16  # in the count of operations: what all examples share is done once
+
+
+def _path(
+    groups: Sequence[tuple[Label, ...]], batched: Sequence[bool], out: Sequence[Label], sizes: dict[Label, int]
+) -> tuple[Any, float]:
+    """The cheapest order of a contraction, and its multiplications for each example."""
+    groups = [tuple(x for x in dict.fromkeys(g) if sizes[x] != 1) for g in groups]
+    present = dict.fromkeys(x for g in groups for x in g)
+    symbols = {x: opt_einsum.get_symbol(i + 1) for i, x in enumerate(present)}
+    example = opt_einsum.get_symbol(0)
+    names = ["".join(symbols[x] for x in g) + example * flag for g, flag in zip(groups, batched, strict=True)]
+    target = "".join(symbols[x] for x in dict.fromkeys(out) if x in present) + example * any(batched)
+    shapes = [tuple(sizes[x] for x in g) + (_EXAMPLES,) * flag for g, flag in zip(groups, batched, strict=True)]
+    if len(shapes) < 2:
+        return [(0,)] * len(shapes), float(math.prod(sizes[x] for g in groups for x in g))
+    optimize = "optimal" if len(shapes) < 7 else "greedy"
+    path, info = opt_einsum.contract_path(f"{','.join(names)}->{target}", *shapes, shapes=True, optimize=optimize)
+    return path, float(info.opt_cost) / (_EXAMPLES if any(batched) else 1)
+
+
+def _expanded(factors: Iterable[Factor]) -> list[Factor]:
+    return [f.expanded() if isinstance(f, Windows) else f for f in factors]
+
+
+def _scaled(value: Any, scale: Sequence[Factor], power: int = 1) -> Any:
+    for f in scale:
+        s = f.array.astype(value.dtype)
+        value = value * (s if power == 1 else s * s)
+    return value
+
+
+def _over_taps(term: Term, compute: Callable[[Term], Any]) -> Any:
+    """What ``compute`` makes of the term at each tap of its convolution window, ``[taps, ...]``; None without one.
+
+    One tap after another, in a loop: at no time do all the shifted copies of the input exist.
+    """
+    found = [f for f in term.factors if isinstance(f, Windows)]
+    if not found:
+        return None
+    window, rest = found[0], tuple(f for f in term.factors if f is not found[0])
+    if any(term.axes.count((k,)) != 1 or k in term.places for k in window.tap_labels):
+        return None
+    axes = tuple(() if axis and axis[0] in window.tap_labels else axis for axis in term.axes)
+    padded = window.padded
+
+    def at(number: Any) -> Any:
+        tap = jnp.unravel_index(number, window.taps) if not isinstance(number, int) else (0,) * len(window.taps)
+        return compute(term.replace(factors=(window.at_tap(padded, tap), *rest), axes=axes))
+
+    count = math.prod(window.taps)
+    return at(0)[None] if count == 1 else jax.lax.map(at, jnp.arange(count, dtype=jnp.int32))
+
+
+def dense(term: Term, dtype: Any) -> Any:
+    """The term as an array."""
+    shape = tuple(math.prod(term.sizes[x] for x in axis) for axis in term.axes)
+    parts = _over_taps(term, lambda part: dense(part, dtype))
+    if parts is not None:
+        window = next(f for f in term.factors if isinstance(f, Windows))
+        # [taps, rest] -> the taps' axes in their places
+        parts = parts.reshape((*window.taps, *parts.shape[1:]))
+        lead = [term.axes.index((k,)) for k in window.tap_labels]
+        parts = parts.squeeze(tuple(len(lead) + i for i in lead))
+        return jnp.moveaxis(parts, range(len(lead)), lead)
+    spread = [x for x in term.out if x in term.places]
+    plain = [x for x in term.out if x not in term.places]
+    entries = list(dict.fromkeys(k for x in spread for k in term.places[x].labels))
+    values = _einsum(_expanded(term.factors), [*entries, *plain], term.sizes, dtype, term.precision)
+    values = _scaled(values, term.scale)
+    if spread:
+        values = _spread(term, values, spread, plain, entries)
+    order = [*spread, *plain]
+    values = values.transpose([order.index(x) for x in term.out]).reshape(shape)
+    return values if term.mask is None else jnp.where(term.mask, values, 0)
+
+
+def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], entries: list[Label]) -> Any:
+    """``[entries, plain] -> [spread, plain]``: the entries added at their places."""
+    places = [term.places[x] for x in spread]
+    if all(
+        p.static and contiguous(p.index) and p.labels == (k,) for p, k in zip(places, entries, strict=False)
+    ) and len(entries) == len(places):
+        padding = [(int(p.index[0]), p.size - int(p.index[-1]) - 1, 0) for p in places]
+        return jax.lax.pad(values, jnp.zeros((), values.dtype), [*padding, *[(0, 0, 0)] * len(plain)])
+    counts = [term.sizes[k] for k in entries]
+    where = []
+    for p in places:
+        shape = [term.sizes[k] if k in p.labels else 1 for k in entries]
+        at = [entries.index(label) for label in p.labels]
+        order = sorted(range(len(at)), key=at.__getitem__)
+        where.append(jnp.broadcast_to(jnp.transpose(jnp.asarray(p.index), order).reshape(shape), counts))
+    target = jnp.zeros((*(p.size for p in places), *(term.sizes[x] for x in plain)), values.dtype)
+    return target.at[tuple(where)].add(values, mode="promise_in_bounds")
+
+
+def contiguous(index: Any) -> bool:
+    """Whether indices follow one another."""
+    return index.ndim == 1 and bool((np.diff(index) == 1).all()) and len(index) > 0
+
+
+def matched(a: Term, b: Term, pairs: Sequence[tuple[int, int]]) -> tuple[Term, Term]:
+    """Both terms with the paired axes cut into labels of the same lengths."""
+    for i, j in pairs:
+        position = 0
+        if not a.axes[i] or not b.axes[j]:
+            continue  # of length 1: repeated along the other
+        while position < max(len(a.axes[i]), len(b.axes[j])):
+            if position >= min(len(a.axes[i]), len(b.axes[j])):
+                raise UnsupportedError("axes of different cut")
+            m, n = a.sizes[a.axes[i][position]], b.sizes[b.axes[j][position]]
+            if m > n:
+                a = split_label(a, a.axes[i][position], n)
+            elif n > m:
+                b = split_label(b, b.axes[j][position], m)
+            position += 1
+    return a, b
+
+
+def split_label(term: Term, label: Label, first: int) -> Term:
+    """``label`` of length n as two, of lengths ``first`` and ``n / first``."""
+    size = term.sizes[label]
+    if size % first or label in term.places or any(label in p.labels for p in term.places.values()):
+        raise UnsupportedError("an axis that cannot be cut there")
+    pair = new_label(), new_label()
+    factors = []
+    for f in term.factors:
+        if label in f.labels:
+            if isinstance(f, Windows):
+                f = f.expanded()
+            i = f.labels.index(label)
+            shape = (*f.array.shape[:i], first, size // first, *f.array.shape[i + 1 :])
+            f = Factor(f.array.reshape(shape), (*f.labels[:i], *pair, *f.labels[i + 1 :]), f.batched)
+        factors.append(f)
+    axes = tuple(tuple(y for x in axis for y in (pair if x == label else (x,))) for axis in term.axes)
+    sizes = {k: v for k, v in term.sizes.items() if k != label} | {pair[0]: first, pair[1]: size // first}
+    return term.replace(factors=tuple(factors), axes=axes, sizes=sizes)
+
+
+def inner(a: Term, b: Term, dtype: Any) -> Any:
+    """The inner product of two terms of one shape; None where it is zero whatever the factors hold."""
+    a, b = matched(a, b.fresh(), [(i, i) for i in range(len(a.axes))])
+    sizes = a.sizes | b.sizes
+    table: dict[Label, Label] = {}
+    equal: list[Factor] = []
+    gathered: list[tuple[bool, Label, Places]] = []
+    for x, y in zip(a.out, b.out, strict=True):
+        at_x, at_y = a.places.get(x), b.places.get(y)
+        if at_x is None and at_y is None:
+            table[y] = x
+        elif at_x is not None and at_y is not None:
+            if at_x.static and at_y.static:
+                if not np.isin(at_x.index, at_y.index).any():
+                    return None
+                if (
+                    at_x.index.shape == at_y.index.shape
+                    and (at_x.index == at_y.index).all()
+                    and at_x.labels != at_y.labels
+                ):
+                    table.update(zip(at_y.labels, at_x.labels, strict=True))
+                    continue
+            left = jnp.asarray(at_x.index).reshape(*at_x.index.shape, *[1] * len(at_y.labels))
+            same = (left == jnp.asarray(at_y.index)).astype(dtype)
+            equal.append(Factor(same, (*at_x.labels, *at_y.labels), at_x.batched or at_y.batched))
+        else:
+            gathered.append((at_x is not None, y if at_x is not None else x, at_x or at_y))  # type: ignore[arg-type]
+    ours, theirs = _expanded(a.factors), _expanded(b.factors)
+    for from_b, label, p in gathered:
+        if from_b:
+            theirs = [taken(f, label, p) for f in theirs]
+        else:
+            ours = [taken(f, label, p) for f in ours]
+    theirs = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in theirs]
+    equal = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in equal]
+    factors = [*ours, *theirs, *equal]
+    value = _einsum(factors, (), sizes, dtype, a.precision)
+    # A label that no factor has is an axis along which the product is constant.
+    held = {x for f in factors for x in f.labels} | {label for _, label, _ in gathered}
+    free = [x for t in (a, b) for x in t.out if x not in t.places]
+    free += [k for t in (a, b) for p in t.places.values() for k in p.labels]
+    value = value * math.prod(sizes[x] for x in dict.fromkeys(table.get(x, x) for x in free) if x not in held)
+    return _scaled(_scaled(value, a.scale), b.scale)
+
+
+def taken(f: Factor, label: Label, places: Places) -> Factor:
+    """The factor read at the places: what a one-hot matrix does to it."""
+    if label not in f.labels:
+        return f
+    i = f.labels.index(label)
+    if places.static and contiguous(places.index):
+        array = jax.lax.slice_in_dim(f.array, int(places.index[0]), int(places.index[-1]) + 1, axis=i)
+    else:
+        array = jnp.take(f.array, jnp.asarray(places.index), axis=i, mode="clip")
+    labels = (*f.labels[:i], *places.labels, *f.labels[i + 1 :])
+    return Factor(array, labels, f.batched or places.batched)
+
+
+def self_inner(term: Term, dtype: Any) -> Any:
+    """The squared norm of a term: by Gram matrices or from the array itself, whichever multiplies less."""
+    parts = _over_taps(term, lambda part: self_inner(part, dtype))
+    if parts is not None:
+        return jnp.sum(parts)
+    injective = all(p.static for p in term.places.values())
+    entries = [k for x in term.out for k in (term.places[x].labels if x in term.places else (x,))]
+    if injective and len(set(entries)) == len(entries):
+        groups, flags = [f.labels for f in term.factors], [f.batched for f in term.factors]
+        copy = {x: new_label() for x in term.sizes if x not in entries}
+        sizes = term.sizes | {copy[x]: n for x, n in term.sizes.items() if x in copy}
+        again = [tuple(copy.get(x, x) for x in g) for g in groups]
+        # Writing and reading the array costs more than as many multiplications.
+        direct = _path(groups, flags, entries, sizes)[1] + 8 * math.prod(sizes[x] for x in entries)
+        if direct <= _path([*groups, *again], [*flags, *flags], (), sizes)[1]:
+            values = _einsum(_expanded(term.factors), entries, term.sizes, dtype, term.precision)
+            return _scaled(jnp.sum(jnp.square(values)), term.scale, 2)
+    value = inner(term, term, dtype)
+    return jnp.zeros((), dtype) if value is None else value
+
+
+def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
+    """The squared norm of a sum of terms, products of different terms included."""
+    dtype = wide(dtype)
+    total = jnp.zeros((), dtype)
+    for i, a in enumerate(terms):
+        total = total + _masked(self_inner(a, dtype), a.mask)
+        for b in terms[:i]:
+            product = inner(a, b, dtype)
+            if product is not None:
+                total = total + 2 * _masked(_masked(product, a.mask), b.mask)
+    # Cancellation between terms may leave less than nothing.
+    return jnp.maximum(total, 0) if len(terms) > 1 else total
+
+
+def _masked(value: Any, mask: Any) -> Any:
+    return value if mask is None else jnp.where(mask, value, 0)
+
+
+def folded(term: Term) -> Term:
+    """The term with its scale multiplied into the smallest factor."""
+    if not term.scale or not term.factors:
+        return term
+    factors = list(term.factors)
+    i = min(range(len(factors)), key=lambda i: (not factors[i].batched, factors[i].stored))
+    f = factors[i]
+    value = _scaled(f.array, term.scale)
+    factors[i] = dataclasses.replace(f, array=value, batched=f.batched or any(s.batched for s in term.scale))
+    return term.replace(factors=tuple(factors), scale=())
+
+
+def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """Terms that differ only in what they sum over as one, its factors joined along that axis."""
+    groups: dict[Any, list[Term]] = {}
+    for term in terms:
+        key = _kind(term)
+        groups.setdefault(key if key is not None else object(), []).append(term)
+    return tuple(_joined(group) if len(group) > 1 else group[0] for group in groups.values())
+
+
+def _kind(term: Term) -> Any:
+    """What terms have to share to be joined; None for one that cannot be."""
+    out = term.out
+    summed = {x for f in term.factors for x in f.labels} | {k for p in term.places.values() for k in p.labels}
+    summed = {x for x in summed - set(out) if term.sizes[x] != 1}
+    parts = [f.labels for f in term.factors] + [p.labels for p in term.places.values()]
+    if any(isinstance(f, Windows) or not f.batched for f in term.factors) or term.mask is not None:
+        return None
+    if any(not summed <= set(labels) for labels in parts) or any(len(set(labels)) < len(labels) for labels in parts):
+        return None
+    if any(p.static for p in term.places.values()) or len(set(out)) < len(out) or not term.factors:
+        return None
+    sizes = tuple(tuple(term.sizes[x] for x in axis) for axis in term.axes)
+    held = tuple(sorted(tuple(i for i, x in enumerate(out) if x in f.labels) for f in term.factors))
+    placed = tuple(i for i, x in enumerate(out) if x in term.places)
+    dtypes = tuple(f.array.dtype for f in term.factors)
+    return sizes, held, placed, str(term.precision), dtypes if len(set(dtypes)) > 1 else dtypes[:1]
+
+
+def _joined(terms: Sequence[Term]) -> Term:
+    label = new_label()
+    first = terms[0]
+    columns: list[list[Factor]] = [[] for _ in first.factors]
+    indices: dict[int, list[Places]] = {}
+    for term in map(folded, terms):
+        out = term.out
+        summed = sorted(x for x in set(term.factors[0].labels) - set(out) if term.sizes[x] != 1)
+        count = math.prod(term.sizes[x] for x in summed)
+        position = lambda f, out=out: tuple(i for i, x in enumerate(out) if x in f.labels)
+        for column, f in zip(columns, sorted(term.factors, key=position), strict=True):
+            kept = [x for x in out if x in f.labels]
+            single = [x for x in f.labels if x not in kept and x not in summed]
+            array = f.array.transpose([f.labels.index(x) for x in (*single, *summed, *kept)])
+            array = array.reshape(count, *(term.sizes[x] for x in kept))
+            column.append(Factor(array, tuple(i for i, x in enumerate(out) if x in f.labels), f.batched))
+        for x, p in term.places.items():
+            flat = jnp.transpose(p.index, [p.labels.index(k) for k in summed]).reshape(count)
+            indices.setdefault(out.index(x), []).append(dataclasses.replace(p, index=flat))
+    out = first.out
+    sizes = {x: first.sizes[x] for x in out}
+    factors = tuple(
+        Factor(
+            jnp.concatenate([f.array for f in column]),
+            (label, *(out[i] for i in column[0].labels)),
+            any(f.batched for f in column),
+        )
+        for column in columns
+    )
+    places = {
+        out[i]: Places(jnp.concatenate([p.index for p in ps]), (label,), ps[0].size, any(p.batched for p in ps))
+        for i, ps in indices.items()
+    }
+    sizes[label] = factors[0].array.shape[0]
+    return Term(factors, first.axes, sizes, places, (), None, first.precision)

@@ -1,0 +1,341 @@
+"""Clipped per-example gradients against those that are computed one by one."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clipping_cases import CASES, ROWS
+from microbatching_cases import assert_same
+
+from microtome.jax_impl import (
+    AccumulationType,
+    clip_by_global_norm,
+    clipped_grad,
+    global_norm,
+    micro_grad,
+    rescale_by_norm,
+)
+
+
+def norm(tree):
+    leaves = [jnp.asarray(leaf, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves))
+
+
+def materialised(loss, params, batch):
+    """The gradient of each example, ``[rows, ...]``."""
+    return jax.vmap(lambda x: jax.grad(loss)(params, x[None]))(batch)
+
+
+def expected(grads, max_norm):
+    """The clipped sum and the norms, from the gradient of each example."""
+    norms = jax.vmap(norm)(grads)
+    scale = jnp.minimum(1, max_norm / norms)
+    return jax.tree.map(lambda g: jnp.tensordot(scale.astype(g.dtype), g, 1), grads), norms
+
+
+def largest_array(compiled):
+    """Elements of the largest array anywhere in the optimised program."""
+    shapes = re.findall(r"\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]", compiled.as_text())
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+def temporary(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def as_arrays(case, dtype):
+    convert = lambda a: jnp.asarray(a, dtype if np.issubdtype(a.dtype, np.floating) else a.dtype)
+    return jax.tree.map(convert, case.params), jax.tree.map(convert, case.batch)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_materialised_result_on_the_path_it_says(name):
+    case = CASES[name]
+    with jax.enable_x64(True):
+        params, batch = as_arrays(case, jnp.float64)
+        grads = jax.jit(functools.partial(materialised, case.loss))(params, batch)
+        max_norm = float(jnp.median(jax.vmap(norm)(grads)))
+        want, norms = expected(grads, max_norm)
+        fun = clipped_grad(case.loss, l2_clip_norm=max_norm, return_grad_norms=True)
+        compiled = jax.jit(fun.fun).lower(params, batch).compile()
+        got, aux = compiled(params, batch)
+        for key in params:
+            scale = float(jnp.abs(want[key]).max()) or 1.0
+            np.testing.assert_allclose(got[key], want[key], rtol=0, atol=1e-10 * scale)
+        np.testing.assert_allclose(aux.grad_norms, norms, rtol=1e-10)
+        explanation = fun.explain(params, batch)
+    paths = {key: path.path for key, path in explanation.paths.items()}
+    assert {key for key, path in paths.items() if path == "factored"} == {f"['{key}']" for key in case.factored}
+    assert "materialised" not in paths.values(), explanation
+    if case.factored:
+        assert largest_array(compiled) < ROWS * sum(leaf.size for leaf in case.params.values())
+
+
+@pytest.mark.parametrize("name", ["dense", "convolution_1d"])
+def test_single_precision_and_microbatches(name):
+    case = CASES[name]
+    params, batch = as_arrays(case, jnp.float32)
+    want, norms = expected(materialised(case.loss, params, batch), 0.5)
+    for size in (2, 5):
+        fun = micro_grad(
+            case.loss,
+            microbatch_size=size,
+            transform_fn=clip_by_global_norm(0.5),
+            metrics_fn=global_norm,
+            remainder="run",
+        )
+        got, aux = jax.jit(fun)(params, batch)
+        assert_same(got, want)
+        assert_same(aux.metrics, norms)
+
+
+def linear(p, x):
+    """Its gradient in ``w`` is the outer product of the example and ones."""
+    return jnp.sum(x @ p["w"])
+
+
+PARAMS = {"w": jnp.ones((4, 6))}
+ROWS_OF = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4)), jnp.float32)
+LENGTH = lambda rows: jnp.linalg.norm(rows, axis=-1) * 6**0.5
+
+
+def clipped(rows, max_norm=1.0, **options):
+    fun = clipped_grad(linear, l2_clip_norm=max_norm, return_grad_norms=True, return_values=True, **options)
+    return fun(PARAMS, rows)
+
+
+def by_hand(rows, max_norm=1.0):
+    scale = np.minimum(1, max_norm / np.maximum(LENGTH(rows), 1e-30))
+    return np.outer(scale @ np.asarray(rows), np.ones(6))
+
+
+def test_zero_gradients_stay_zero():
+    rows = ROWS_OF.at[1].set(0.0)
+    for unit in (False, True):
+        grads, aux = clipped(rows, rescale_to_unit_norm=unit)
+        assert aux.grad_norms[1] == 0
+        np.testing.assert_allclose(grads["w"], by_hand(rows), rtol=1e-5)
+
+
+def test_one_example_and_none():
+    grads, aux = clipped(ROWS_OF[:1])
+    np.testing.assert_allclose(grads["w"], by_hand(ROWS_OF[:1]), rtol=1e-5)
+    grads, aux = clipped(ROWS_OF[:0])
+    assert_same(grads, {"w": jnp.zeros((4, 6))})
+    assert aux.grad_norms.shape == aux.values.shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_examples_that_are_not_finite_count_as_zero(bad):
+    rows = jnp.concatenate([ROWS_OF, jnp.full((1, 4), bad)])
+    grads, aux = clipped(rows)
+    np.testing.assert_allclose(grads["w"], by_hand(ROWS_OF), rtol=1e-5)
+    assert not np.isfinite(aux.grad_norms[3])
+    assert np.isnan(clipped(jnp.full((1, 4), np.nan), nan_safe=False)[0]["w"]).all()
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_padding_counts_as_zero_whatever_it_holds(size):
+    rows = jnp.concatenate([ROWS_OF, jnp.full((2, 4), jnp.nan)])
+    padding = jnp.array([False, False, False, True, True])
+    for nan_safe in (True, False):
+        fun = clipped_grad(linear, l2_clip_norm=1.0, microbatch_size=size, remainder="run", nan_safe=nan_safe)
+        grads = jax.jit(fun)(PARAMS, rows, is_padding_example=padding)
+        np.testing.assert_allclose(grads["w"], by_hand(ROWS_OF), rtol=1e-5)
+    none = fun(PARAMS, rows, is_padding_example=jnp.ones(5, bool))
+    assert_same(none, {"w": jnp.zeros((4, 6))})
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_norms_of_half_precision_do_not_overflow(dtype):
+    rows = jnp.full((2, 4), 300.0, dtype)  # squares sum to 24 * 9e4, beyond float16
+    params = {"w": jnp.ones((4, 6), dtype)}
+    grads, aux = clipped_grad(linear, l2_clip_norm=1.0, return_grad_norms=True)(params, rows)
+    assert grads["w"].dtype == dtype
+    np.testing.assert_allclose(aux.grad_norms, 300 * 24**0.5, rtol=1e-2)
+    np.testing.assert_allclose(grads["w"].astype(np.float32), 2 / 24**0.5, rtol=1e-2)
+    wide = clipped_grad(linear, l2_clip_norm=1.0, dtype=jnp.float32)(params, rows)
+    assert wide["w"].dtype == jnp.float32
+
+
+def test_parameters_used_in_half_precision():
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)}
+    rows = jnp.asarray(np.random.default_rng(1).normal(size=(3, 8)), jnp.float32)
+    loss = lambda p, x: jnp.sum((x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+    want, _ = expected(materialised(loss, params, rows), 1.0)
+    fun = clipped_grad(loss, l2_clip_norm=1.0)
+    got = fun(params, rows)
+    assert got["w"].dtype == jnp.float32
+    np.testing.assert_allclose(got["w"], want["w"], atol=2e-2 * float(jnp.abs(want["w"]).max()))
+    assert fun.explain(params, rows).paths["['w']"].path == "factored"
+
+
+def test_parts_are_clipped_by_themselves():
+    case = CASES["dense"]
+    params, batch = as_arrays(case, jnp.float32)
+    bounds = {"w": 0.5, "b": jnp.inf, "v": 0.1}
+    fun = clipped_grad(case.loss, l2_clip_norm=bounds, return_grad_norms=True)
+    got, aux = fun(params, batch)
+    grads = materialised(case.loss, params, batch)
+    assert_same(got, {k: expected(grads[k], bounds[k])[0] for k in params})
+    assert_same(aux.grad_norms, jax.vmap(norm)(grads))
+    assert fun.sensitivity() == math.inf
+    assert clipped_grad(case.loss, l2_clip_norm=[3.0, 4.0], normalize_by=5.0).sensitivity() == 1.0
+
+
+def test_sensitivity():
+    fun = clipped_grad(linear, l2_clip_norm=2.0, normalize_by=4.0)
+    assert [fun.sensitivity(), fun.sensitivity("REPLACE_ONE"), fun.sensitivity("ADD_OR_REMOVE_ONE")] == [0.5, 1.0, 0.5]
+    assert clipped_grad(linear, l2_clip_norm=2.0, rescale_to_unit_norm=True).sensitivity() == 1.0
+    with pytest.raises(ValueError, match="neighboring_relation must be"):
+        fun.sensitivity("SWAP")
+
+
+def test_a_traced_clip_norm_does_not_compile_anew():
+    traces = []
+
+    @jax.jit
+    def step(rows, max_norm):
+        traces.append(max_norm)
+        return clipped(rows, max_norm)[0]["w"]
+
+    for max_norm in (0.5, 2.0, jnp.inf):
+        np.testing.assert_allclose(step(ROWS_OF, max_norm), by_hand(ROWS_OF, max_norm), rtol=1e-5)
+    assert len(traces) == 1
+
+
+def test_returned_pieces_keys_and_transforms():
+    def loss(p, x, key, scale=1.0):
+        noise = jax.random.normal(key, x.shape)
+        return jnp.sum((x + noise) @ p) * scale, x * 2
+
+    keys = jax.random.split(jax.random.key(3), 3)
+    params = jnp.ones((4, 2))
+    fun = clipped_grad(
+        loss, has_aux=True, l2_clip_norm=jnp.inf, prng_argnum=2, return_values=True, normalize_by=2.0,
+        pre_clipping_transform=lambda g: {"g": 3 * g},
+    )  # fmt: skip
+    grads, aux = fun(params, ROWS_OF, jax.random.key(3))
+    rows = jnp.stack([x + jax.random.normal(k, (1, 4))[0] for x, k in zip(ROWS_OF, keys, strict=True)])
+    np.testing.assert_allclose(grads["g"], 1.5 * np.outer(rows.sum(0), np.ones(2)), rtol=1e-5)
+    np.testing.assert_allclose(aux.values, rows.sum(1) * 2, rtol=1e-5)
+    assert_same(aux.aux, 2 * ROWS_OF, exact=True)
+    assert aux.grad_norms is None
+
+
+@pytest.mark.parametrize("accumulator", [AccumulationType.MEAN, AccumulationType.RUNNING_MEAN, AccumulationType.CONCAT])
+def test_other_accumulators(accumulator):
+    case = CASES["dense"]
+    params, batch = as_arrays(case, jnp.float32)
+    grads = materialised(case.loss, params, batch)
+    joined = {k: v if accumulator is AccumulationType.CONCAT else v.mean(0) for k, v in grads.items()}
+    fun = micro_grad(case.loss, accumulator=accumulator, microbatch_size=1, transform_fn=rescale_by_norm(jnp.ones_like))
+    assert_same(fun(params, batch)[0], joined)
+
+
+def test_automatic_clipping_and_hand_written_clipping_stay_factors():
+    case = CASES["dense"]
+    params, batch = as_arrays(case, jnp.float32)
+    grads = materialised(case.loss, params, batch)
+    scale = 1 / (jax.vmap(norm)(grads) + 0.01)
+    want = jax.tree.map(lambda g: jnp.tensordot(scale, g, 1), grads)
+    by_hand = lambda g: jax.tree.map(lambda v: v / (norm(g) + 0.01), g)
+    for transform in (rescale_by_norm(lambda n: 1 / (n + 0.01)), by_hand):
+        fun = micro_grad(case.loss, transform_fn=transform)
+        assert_same(fun(params, batch)[0], want)
+        paths = {k: p.path for k, p in fun.explain(params, batch).paths.items()}
+        assert paths == {"['w']": "factored", "['b']": "direct", "['v']": "factored"}
+
+
+def test_what_no_rule_covers_is_materialised_alone_and_said():
+    def loss(p, x):
+        return total_of(x @ jnp.sort(p["a"], axis=0)) + total_of(x @ p["b"])
+
+    total_of = lambda h: jnp.sum(jnp.tanh(h) ** 2)
+    params = {k: jnp.asarray(np.random.default_rng(i).normal(size=(4, 9)), jnp.float32) for i, k in enumerate("ab")}
+    fun = clipped_grad(loss, l2_clip_norm=0.5)
+    assert_same(fun(params, ROWS_OF), expected(materialised(loss, params, ROWS_OF), 0.5)[0])
+    explanation = fun.explain(params, ROWS_OF)
+    assert explanation.paths["['a']"].path == "materialised"
+    assert explanation.paths["['b']"].path == "factored"
+    assert explanation.kept_bytes == {"['a']": 3 * 36 * 4, "['b']": 3 * 13 * 4}
+    assert "materialised" in str(explanation)
+    signs = micro_grad(loss, transform_fn=lambda g: jax.tree.map(jnp.sign, g))
+    assert "sign" in signs.explain(params, ROWS_OF).paths["['b']"].reason
+
+
+@pytest.mark.parametrize("name", ["dense", "attention", "lstm_in_a_scan", "weight_normalisation"])
+def test_derivatives_are_those_of_the_plain_computation(name):
+    case = CASES[name]
+    with jax.enable_x64(True):
+        params, batch = as_arrays(case, jnp.float64)
+        plain = lambda p, x: norm(expected(materialised(case.loss, p, x), 0.5)[0])
+        ours = lambda p, x: norm(clipped_grad(case.loss, l2_clip_norm=0.5)(p, x))
+        assert_same(jax.jit(jax.grad(ours))(params, batch), jax.jit(jax.grad(plain))(params, batch))
+
+
+def test_memory_is_that_of_the_plain_gradient():
+    sizes = [(64, 256), (256, 256), (256, 10)]
+    params = [(jnp.zeros((i, o)), jnp.zeros(o)) for i, o in sizes]
+    rows = jnp.zeros((128, 64))
+
+    def loss(p, x):
+        for w, b in p[:-1]:
+            x = jax.nn.gelu(x @ w + b)
+        return jnp.sum(jax.nn.log_softmax(x @ p[-1][0] + p[-1][1])[:, 0])
+
+    plain = temporary(jax.grad(loss), params, rows)
+    fun = clipped_grad(loss, l2_clip_norm=1.0)
+    assert temporary(fun.fun, params, rows) <= 1.25 * plain
+    small = clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=16)
+    assert temporary(small.fun, params, rows) <= 0.6 * plain
+
+
+@pytest.mark.parametrize(
+    ("bound", "error", "message"),
+    [
+        (0.0, ValueError, "l2_clip_norm must be positive, got 0.0"),
+        (jnp.float32(-1), ValueError, "l2_clip_norm must be positive"),
+        (float("nan"), ValueError, "l2_clip_norm must be positive"),
+        ("1", TypeError, "l2_clip_norm must be a positive number"),
+        ({"w": jnp.ones(2)}, ValueError, r"l2_clip_norm\['w'\] must be a positive number or an array of shape"),
+        ({}, ValueError, "must hold a positive number"),
+    ],
+)
+def test_bad_clip_norms(bound, error, message):
+    with pytest.raises(error, match=message):
+        clipped_grad(linear, l2_clip_norm=bound)
+
+
+def test_bad_input():
+    fun = clipped_grad(linear, l2_clip_norm=1.0)
+    with pytest.raises(ValueError, match="prefix of the gradients' tree"):
+        clipped_grad(linear, l2_clip_norm={"v": 1.0})(PARAMS, ROWS_OF)
+    with pytest.raises(TypeError, match=r"p\['w'\] is complex64; clipping needs"):
+        fun({"w": jnp.ones((4, 6), complex)}, ROWS_OF)
+    with pytest.raises(TypeError, match=r"p\['n'\] is int32; clipping needs"):
+        fun({**PARAMS, "n": jnp.arange(3)}, ROWS_OF)
+    with pytest.raises(ValueError, match=r"is_padding_example must have shape \(3,\)"):
+        fun(PARAMS, ROWS_OF, is_padding_example=jnp.zeros(2, bool))
+    with pytest.raises(TypeError, match="is_padding_example must hold booleans"):
+        fun(PARAMS, ROWS_OF, is_padding_example=jnp.zeros(3))
+    with pytest.raises(ValueError, match="name the same argument"):
+        clipped_grad(linear, l2_clip_norm=1.0, batch_argnums=0)
+    with pytest.raises(ValueError, match="normalize_by must be positive"):
+        clipped_grad(linear, l2_clip_norm=1.0, normalize_by=0)
+    two = clipped_grad(lambda p, x, y: linear(p, x), l2_clip_norm=1.0, batch_argnums=(1, 2))
+    with pytest.raises(ValueError, match="same number of rows"):
+        two(PARAMS, ROWS_OF, ROWS_OF[:2])
+    with pytest.raises(ValueError, match="reduces over the examples by an axis name"):
+        clipped_grad(lambda p, x: linear(p, x - jax.lax.pmean(x, "batch")), l2_clip_norm=1.0)(PARAMS, ROWS_OF)
+    with pytest.raises(TypeError, match="scale_fn must be a function"):
+        rescale_by_norm(1.0)
+    with pytest.raises(ValueError, match="scale_fn must return a number"):
+        micro_grad(linear, transform_fn=rescale_by_norm(lambda n: n[None]))(PARAMS, ROWS_OF)

@@ -1,0 +1,255 @@
+"""Clipped per-example gradients of torch losses against torch.func, on the path that they say."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from microtome import torch_api as mt
+
+ROWS = 4
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Last(nn.Module):
+    """The last step of a recurrent layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0][:, -1]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(self.embedding(x)) @ self.embedding.weight.T).mean(1)
+
+
+def head(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(5))
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+
+
+# name -> (module, batch, parameters that must stay factors)
+MODELS = {
+    "linear": lambda: (head(nn.Linear(9, 12), nn.GELU()), torch.randn(ROWS, 9), ["0.weight", "3.weight"]),
+    "conv1d": lambda: (head(nn.Conv1d(6, 16, 3), nn.ReLU()), torch.randn(ROWS, 6, 6), ["0.weight"]),
+    "conv2d": lambda: (
+        head(nn.Conv2d(6, 16, 3, padding=1, stride=2), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 8, 3, groups=2)),
+        torch.randn(ROWS, 6, 6, 6),
+        ["0.weight", "3.weight"],
+    ),
+    "conv3d": lambda: (head(nn.Conv3d(6, 8, 2)), torch.randn(ROWS, 6, 3, 3, 3), ["0.weight"]),
+    "embedding": lambda: (head(nn.Embedding(40, 6)), torch.randint(7, (ROWS, 5)), ["0.weight", "2.weight"]),
+    "tied": lambda: (Tied(), torch.randint(7, (ROWS, 3)), ["embedding.weight"]),
+    "layer norm": lambda: (head(nn.Linear(9, 12), nn.LayerNorm(12)), torch.randn(ROWS, 9), ["0.weight"]),
+    "attention": lambda: (
+        head(attention()),
+        torch.randn(ROWS, 3, 16),
+        ["0.self_attn.in_proj_weight", "0.self_attn.out_proj.weight", "0.linear1.weight", "0.linear2.weight"],
+    ),
+    "lstm": lambda: (
+        head(Last(nn.LSTM(7, 12, batch_first=True))),
+        torch.randn(ROWS, 3, 7),
+        ["0.layer.weight_ih_l0", "0.layer.weight_hh_l0"],
+    ),
+    "gru": lambda: (
+        head(Last(nn.GRU(7, 12, batch_first=True))),
+        torch.randn(ROWS, 3, 7),
+        ["0.layer.weight_ih_l0", "0.layer.weight_hh_l0"],
+    ),
+    "weight norm": lambda: (
+        head(nn.utils.parametrizations.weight_norm(nn.Linear(9, 12))),
+        torch.randn(ROWS, 9),
+        ["0.parametrizations.weight.original1"],
+    ),
+}
+
+
+def set_up(name):
+    model, x, factored = MODELS[name]()
+    model(x)  # lazy layers
+    y = torch.arange(ROWS) % 5
+
+    def loss(params, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+
+    return model, {k: p.detach() for k, p in model.named_parameters()}, x, y, loss, factored
+
+
+def one_by_one(loss, params, x, y, max_norm):
+    total, norms = {k: torch.zeros_like(p) for k, p in params.items()}, []
+    for i in range(len(x)):
+        grads = torch.func.grad(loss)(params, x[i : i + 1], y[i : i + 1])
+        norms.append(torch.sqrt(sum(g.square().sum() for g in grads.values())))
+        total = {k: total[k] + g * (max_norm / norms[-1]).clamp(max=1) for k, g in grads.items()}
+    return total, torch.stack(norms)
+
+
+def assert_close(got, want):
+    assert got.keys() == want.keys()
+    for k in want:
+        assert got[k].dtype == want[k].dtype
+        torch.testing.assert_close(got[k], want[k], rtol=1e-4, atol=2e-5 * float(want[k].abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_modules_take_the_factored_path(name):
+    _, params, x, y, loss, factored = set_up(name)
+    want, norms = one_by_one(loss, params, x, y, 0.5)
+    fun = mt.clipped_grad(loss, l2_clip_norm=0.5, batch_argnums=(1, 2), return_grad_norms=True)
+    got, aux = fun(params, x, y)
+    assert_close(got, want)
+    torch.testing.assert_close(aux.grad_norms, norms, rtol=1e-4, atol=1e-6)
+    explanation = fun.explain(params, x, y)
+    paths = {k.removeprefix("['").removesuffix("']"): p.path for k, p in explanation.paths.items()}
+    assert {k: paths[k] for k in factored} == dict.fromkeys(factored, "factored"), str(explanation)
+    assert "materialised" not in paths.values(), str(explanation)
+
+
+def test_transforms_of_micro_grad():
+    _, params, x, y, loss, _ = set_up("linear")
+    by_hand = lambda g: {
+        k: v * (0.5 / torch.stack([u.norm() for u in g.values()]).norm()).clamp(max=1) for k, v in g.items()
+    }
+    want, norms = one_by_one(loss, params, x, y, 0.5)
+    bound = torch.tensor(0.5)
+    automatic = mt.rescale_by_norm(lambda n: torch.clamp(0.5 / n, max=1.0))
+    for transform in (mt.clip_by_global_norm(0.5), mt.clip_by_global_norm(bound), by_hand, automatic):
+        fun = mt.micro_grad(
+            loss, batch_argnums=(1, 2), microbatch_size=3, transform_fn=transform, metrics_fn=mt.global_norm
+        )
+        got, aux = fun(params, x, y)
+        assert_close(got, want)
+        torch.testing.assert_close(aux.metrics, norms)
+        paths = {k: p.path for k, p in fun.explain(params, x, y).paths.items()}
+        assert paths["['0.weight']"] == paths["['3.weight']"] == "factored"
+    grads = torch.func.grad(loss)(params, x, y)
+    torch.testing.assert_close(mt.global_norm(mt.clip_by_global_norm(0.01)(grads)), torch.tensor(0.01))
+
+
+def test_clip_norms_change_without_compiling_anew():
+    calls = []
+
+    def loss(w, x):
+        calls.append(1)
+        return (x @ w).sum()
+
+    x, w = torch.randn(3, 4), torch.ones(4, 2)
+    bound = torch.tensor(1.0)
+    funs = [mt.clipped_grad(loss, l2_clip_norm=bound), mt.micro_grad(loss, transform_fn=mt.clip_by_global_norm(bound))]
+    for fun in funs:
+        fun(w, x)
+        calls.clear()
+        for value in (0.5, 2.0):
+            bound.fill_(value)
+            got = fun(w, x)
+            scale = (value / (x.norm(dim=1) * 2**0.5)).clamp(max=1)
+            torch.testing.assert_close(got[0] if isinstance(got, tuple) else got, (scale @ x)[:, None].expand(4, 2))
+        assert not calls
+
+
+def test_padding_nan_frozen_and_empty():
+    model, params, x, y, loss, _ = set_up("linear")
+    want, _ = one_by_one(loss, params, x, y, 0.5)
+    fun = mt.clipped_grad(loss, l2_clip_norm=0.5, batch_argnums=(1, 2))
+    bad, labels = torch.cat([x, torch.full((2, 9), math.nan)]), torch.cat([y, y[:2]])
+    assert_close(fun(params, bad, labels), want)
+    padding = torch.arange(6) >= 4
+    assert_close(fun(params, bad, labels, is_padding_example=padding), want)
+    assert_close(fun(params, x[:0], y[:0]), {k: torch.zeros_like(p) for k, p in params.items()})
+    named = dict(model.named_parameters())
+    named["0.weight"].requires_grad_(False)
+    got = fun(named, x, y)
+    assert not got["0.weight"].any()
+    assert got["3.weight"].any()
+
+
+def test_backward_writes_gradients_with_noise():
+    model, params, x, y, loss, _ = set_up("linear")
+    want, norms = one_by_one(loss, params, x, y, 0.5)
+    criterion = lambda model, x, y: F.cross_entropy(model(x), y)
+    aux = mt.clipped_backward(model, criterion, max_grad_norm=0.5)(x, y)
+    assert_close({k: p.grad for k, p in model.named_parameters()}, {k: g / ROWS for k, g in want.items()})
+    torch.testing.assert_close(aux.grad_norms, norms)
+    torch.testing.assert_close(aux.values, F.cross_entropy(model(x), y, reduction="none").detach())
+
+    model[0].bias.requires_grad_(False)
+    model[0].bias.grad = None
+    options = {"max_grad_norm": 0.5, "noise_multiplier": 3.0, "expected_batch_size": 8}
+    noisy = mt.clipped_backward(model, criterion, generator=torch.Generator().manual_seed(1), **options)
+    runs = []
+    for batch in ((x, y), (x[:0], y[:0])):
+        noisy(*batch)
+        runs.append({k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None})
+    assert model[0].bias.grad is None
+    generator = torch.Generator().manual_seed(1)
+    for grads, total in zip(runs, (want, {k: torch.zeros_like(g) for k, g in want.items()}), strict=True):
+        expected = {k: (total[k] + 1.5 * torch.randn(total[k].shape, generator=generator)) / 8 for k in grads}
+        if total is not want:  # with a parameter frozen, the norms of the first run are smaller
+            assert_close(grads, expected)
+    again = mt.clipped_backward(model, criterion, generator=torch.Generator().manual_seed(1), **options)
+    again(x, y)
+    assert_close({k: p.grad for k, p in model.named_parameters() if p.grad is not None}, runs[0])
+
+
+def test_memory_is_that_of_the_plain_gradient():
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.GELU())]
+    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), *hidden, nn.Linear(128, 10))
+    x, y = torch.randn(64, 32), torch.randint(10, (64,))
+    loss = lambda p, x, y: F.cross_entropy(torch.func.functional_call(model, p, (x,)), y, reduction="sum")
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    plain = mt.as_torch(lambda p, x, y: jax.grad(mt.as_jax(loss))(p, x, y))
+    fun = mt.clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
+    used = [f.compiled(params, x, y).memory_analysis().temp_size_in_bytes for f in (fun, plain)]
+    # Inputs and cotangents of each layer are kept until the norms are known; of GELU the plain gradient keeps less.
+    assert used[0] <= 1.4 * used[1]
+    assert used[0] <= 1.1 * 2 * 4 * 64 * 128 * 4  # two arrays for each of four layers
+
+
+def test_bad_input():
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    loss = lambda p, x: torch.func.functional_call(norm, p, (x,)).sum()
+    params = {k: p.detach() for k, p in norm.named_parameters()}
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\) normalises over the batch in training mode"):
+        mt.clipped_grad(loss, l2_clip_norm=1.0)(params, x)
+    with pytest.raises(ValueError, match="normalises over the batch"):
+        mt.clipped_backward(norm, lambda model, x: model(x).sum(), max_grad_norm=1.0)(x)
+    norm.eval()
+    assert mt.clipped_grad(loss, l2_clip_norm=1.0)(params, x)["0.weight"].shape == (4, 4)
+    plain = lambda p, x: (x @ p["w"]).sum()
+    with pytest.raises(ValueError, match="l2_clip_norm must be positive"):
+        mt.clipped_grad(plain, l2_clip_norm=torch.tensor(0.0))
+    with pytest.raises(ValueError, match="max_norm must be positive"):
+        mt.clip_by_global_norm(-1.0)
+    with pytest.raises(ValueError, match="prefix of the gradients' tree"):
+        mt.clipped_grad(plain, l2_clip_norm={"v": 1.0})({"w": torch.ones(4, 2)}, x)
+    for dtype in (torch.complex64, torch.int64):
+        with pytest.raises(TypeError, match=r"clipping needs|holds no floating-point array"):
+            mt.clipped_grad(plain, l2_clip_norm=1.0)({"w": torch.ones(4, 2, dtype=dtype)}, x)
+    with pytest.raises(ValueError, match="noise_multiplier must not be negative"):
+        mt.clipped_backward(norm, loss, max_grad_norm=1.0, noise_multiplier=-1.0)
+    with pytest.raises(ValueError, match="the batch is empty"):
+        mt.clipped_backward(norm[0], lambda model, x: model(x).sum(), max_grad_norm=1.0)(x[:0])
+    with pytest.raises(TypeError, match="scale_fn must be a function"):
+        mt.rescale_by_norm(2.0)
