@@ -62,6 +62,12 @@ try:
 except TypeError:
     pass
 assert mt.as_torch(mt.as_jax(torch.tanh, engine="torch2jax"))(torch.ones(3)).shape == (3,)
+with torch.random.fork_rng():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(4))
+port = lambda x: jax.numpy.tanh(x) * jax.random.bernoulli(jax.random.key(0), 0.5, (2, 4)).sum()
+assert not mt.compare(model, port, torch.ones(2, 3), locate=True).agrees
+assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+assert model[2].num_batches_tracked == 0
 after = snapshot()
 assert after == before, [k for k in before if before[k] != after[k]]
 """

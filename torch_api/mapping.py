@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -249,16 +249,17 @@ def _assign(leaves: Mapping[str, Any], units: list[tuple[str, int, int]], state:
 def _join(leaves: Mapping[str, Any], state: State) -> dict[str, Source]:
     """The leaves made of several tensors (one of each layer, stacked; query, key and value, fused), by better names."""
     offers: list[tuple[float, str, Source]] = []
+    layers, siblings = _layers(state), _siblings(state)
     for path, leaf in leaves.items():
         shape, words = tuple(leaf.shape), _words(path)
         alone = [_likeness(words, _words(name)) for name, t in state.items() if _reshaped(t.shape, shape)]
         least = max(alone, default=0.0)
-        for stem, names in _layers(state).items():
+        for stem, names in layers.items():
             if shape[:1] == (len(names),):
                 for way in _reshaped(state[names[0]].shape, shape[1:])[:1]:
                     way = {**way, "shape": shape} if "shape" in way else way
                     offers.append((_likeness(words, _words(stem)), path, Source(tuple(names), **way)))
-        for stem, names in _siblings(state).items():
+        for stem, names in siblings.items():
             for order in (None, (1, 0)) if state[names[0]].dim() == 2 else (None,):
                 part = state[names[0]].shape if order is None else state[names[0]].shape[::-1]
                 for axis in range(len(part)):
@@ -322,6 +323,7 @@ _WORD = {alias: word for word, aliases in _SAME.items() for alias in aliases}
 _LETTER = {"w": "weight", "b": "bias"}
 
 
+@functools.lru_cache(maxsize=4096)
 def _words(name: str) -> list[str]:
     """A name as words, aliases replaced: ``blocks.0.wq`` is layer, 0, query, weight."""
     words = []
@@ -338,8 +340,14 @@ def _likeness(one: list[str], two: list[str]) -> float:
     shared = sum((Counter(one) & Counter(two)).values())
     numbers = [[w for w in words if w.isdigit()] for words in (one, two)]
     same_kind = (one[-1:] == ["bias"]) == (two[-1:] == ["bias"])
-    letters = difflib.SequenceMatcher(None, " ".join(one), " ".join(two), autojunk=False).ratio()
-    return 2 * shared / max(1, len(one) + len(two)) + (numbers[0] == numbers[1]) + 0.5 * same_kind + 0.3 * letters
+    letters = [_pairs(" ".join(words)) for words in (one, two)]
+    common = len(letters[0] & letters[1]) / max(1, len(letters[0] | letters[1]))
+    return 2 * shared / max(1, len(one) + len(two)) + (numbers[0] == numbers[1]) + 0.5 * same_kind + 0.3 * common
+
+
+@functools.lru_cache(maxsize=4096)
+def _pairs(text: str) -> frozenset[str]:
+    return frozenset(text[i : i + 2] for i in range(len(text) - 1))
 
 
 # Square weights
