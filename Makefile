@@ -11,7 +11,7 @@ STAMPS := $(VENV)/.stamps
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help demo test sweeps lint types format bench clean
+.PHONY: help demo test sweeps lint types format bench docs clean
 .NOTPARALLEL:
 .SECONDARY:
 
@@ -22,6 +22,7 @@ help:
 	@echo "make lint    check style, format and types"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench   run the benchmarks"
+	@echo "make docs    build the documentation in build/site, warnings as errors"
 	@echo "make clean   remove build results and caches (the environment stays)"
 
 demo: $(STAMPS)/examples
@@ -39,11 +40,15 @@ lint: $(STAMPS)/dev
 	$(MAKE) --no-print-directory types
 
 # mypy finds neither a package whose folder has another name nor one behind an editable install's import hook, so it is
-# shown the packages, and nothing else of the repository, under the name that they are installed as.
+# (as is the documentation's generator) shown the packages, and nothing else of the repository, under the name that they are installed as.
 TYPED := build/typing/microtome
+define LINK_PACKAGES
+@rm -rf $(TYPED) && mkdir -p $(TYPED)
+@for part in __init__.py py.typed bridge jax_impl torch_api; do ln -s ../../../$$part $(TYPED)/$$part; done
+endef
+
 types: $(STAMPS)/dev
-	@rm -rf $(TYPED) && mkdir -p $(TYPED)
-	@for part in __init__.py py.typed bridge jax_impl torch_api; do ln -s ../../../$$part $(TYPED)/$$part; done
+	$(LINK_PACKAGES)
 	MYPYPATH=build/typing $(BIN)/mypy -p microtome
 
 format: $(STAMPS)/dev
@@ -53,6 +58,10 @@ format: $(STAMPS)/dev
 bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/slices.py
+
+docs: $(STAMPS)/docs
+	$(LINK_PACKAGES)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf build dist microtome.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

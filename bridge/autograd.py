@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import torch_internals as ti
+from .captures import Key
 from .compilation import Flat, Mapped, Product, Program, Pushforward, memory_order
 from .context import Call, running
 from .errors import TraceError
@@ -84,7 +85,9 @@ def keep(program: Program, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
 
 def _signature(flat: Flat, tensors: Sequence[torch.Tensor]) -> Hashable:
     grad = torch.is_grad_enabled()
-    return flat.key, tuple((t.dtype, t.shape, t.device, grad and t.requires_grad, memory_order(t)) for t in tensors)
+    return Key.of(
+        (flat.key, *((t.dtype, t.shape, t.device, grad and t.requires_grad, memory_order(t)) for t in tensors))
+    )
 
 
 class _Differentiable(torch.autograd.Function):

@@ -37,7 +37,10 @@ def checked(op: Any, args: Sequence[Any], line: str) -> Sequence[Any]:
         return [x, dim, _watch(index, x.shape[dim] if x.ndim else 1, 0, line), *args[3:]]
     if name == "aten.embedding":
         return [args[0], _watch(args[1], args[0].shape[0], 0, line), *args[2:]]
-    if name == "aten.take":
+    if name == "aten.multilabel_margin_loss_forward":  # -1 ends the labels of a row
+        x = args[0]
+        return [x, _watch(args[1], x.shape[-1] if x.ndim else 1, -1, line), *args[2:]]
+    if name in ("aten.take", "aten.put"):
         return [args[0], _watch(args[1], args[0].size, -args[0].size, line), *args[2:]]
     if name in _BY_SEVERAL:
         x, indices = args[:2]

@@ -15,8 +15,9 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .captures import Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
+from .captures import Key, Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
 from .compilation import Outline, Root, outline
+from .devices import start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
 from .interception import is_traced_tensor, recording
 from .side_effects import write
@@ -98,8 +99,9 @@ def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], k
         if root.outline.draws:
             key = outer.recorder.draw_number()
     outputs = apply(root, key, tensors)
+    places = root.walk.places if root.outline.effects else []
     for i, key, value in root.outline.effects:
-        write(root.places[i], key, value)
+        write(places[i], key, value)
     return to_torch_tree(root.outline.shape.join(outputs))
 
 
@@ -112,6 +114,7 @@ def _prepare(
             "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA "
             "would hang. Call it in the parent, or start workers with multiprocessing_context='spawn'."
         )
+    start_jax()
     if ti.proxies_are_active() and recording() is None:
         raise TraceError(
             "make_fx, torch.export and torch.func.linearize cannot look into a compiled call, and would take its "
@@ -151,14 +154,14 @@ def _prepare_as(
         return jax_fun(*args, **kwargs)
 
     def prepared(hidden: list[torch.Tensor]) -> tuple[Root, list[torch.Tensor]]:
-        root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk.places, recompute)
+        root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk, recompute)
         root.has_floats = bool(floats)
         return root, root.inputs
 
     grad = torch.is_grad_enabled()
     with torch._C.DisableTorchFunction():
         forms = tuple((t.dtype, t.shape, t.device, grad and t.requires_grad) for t in arguments)
-    signature = walk.key, fixed, forms, grad
+    signature = Key.of((walk.key, fixed, forms, grad))
     with LOCK:
         found = _KNOWN.get(signature)
         hidden = [] if found is None else [t for t in (ref() for ref in found[1]) if t is not None]
@@ -178,7 +181,7 @@ def _prepare_as(
             containers.remember()
             if written_count() != written:  # the key leaves out now what the function was seen to write to
                 walk = Walk(jax_fun, structure.fixed)
-                signature = walk.key, *signature[1:]
+                signature = Key.of((walk.key, fixed, forms, grad))
                 if program is not None:
                     keep(program, *prepared(hidden))
             found = _KNOWN[signature] = seen, [weakref.ref(t) for t in hidden]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
-import dataclasses
 import dis
 import enum
 import functools
@@ -24,24 +23,27 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
+from .errors import TraceError
 from .user_code import is_users_file
 
 _PLAIN = (
     *(bool, int, str, bytes, complex, type(None), enum.Enum, range),
     *(torch.dtype, torch.device, torch.Size, jax.tree_util.PyTreeDef),
 )
+_EXACTLY_PLAIN = frozenset(_PLAIN)
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MANY_FIELDS = 256
 # Code that mentions one of these may read any attribute of an object.
 _BY_NAME = frozenset({"vars", "__dict__", "getattr", "asdict", "astuple", "fields", "attrgetter"})
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 _LONG = 10_000  # a longer list is data, not configuration: told apart by identity
 
 SOURCE = "__microtome_source__"
@@ -57,8 +59,7 @@ Slot = tuple[Any, str]  # the code or class that names a container, and the name
 _WRITTEN: set[Slot] = set()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class Place(NamedTuple):
     """Something that the function may write to: an object's attributes, a list, a dict, a cell, a module's globals."""
 
     owner: Any
@@ -79,6 +80,35 @@ class Place:
         if self.names is not None or isinstance(self.owner, types.CellType):
             return str(key)
         return f"{self.label}[{key!r}]"
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
+
+
+class Key:
+    """A long tuple for a dictionary's key: equal tuples give the same object, and the hash is computed once."""
+
+    __slots__ = ("__weakref__", "_hash", "_parts")
+    _made: ClassVar[weakref.WeakKeyDictionary[Key, weakref.ref[Key]]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    @classmethod
+    def of(cls, parts: Iterable[Any]) -> Key:
+        """The one key for these parts."""
+        key = cls(tuple(parts))
+        found = cls._made.get(key, _nothing)()
+        if found is None:
+            cls._made[key] = weakref.ref(key)
+        return key if found is None else found
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Key) and self._hash == other._hash and self._parts == other._parts)
 
 
 class Same:
@@ -141,14 +171,16 @@ class Walk:
         _KNOWN_NAMES[identity] = names
         if len(_KNOWN_NAMES) > _MANY_ROOTS:
             _KNOWN_NAMES.pop(next(iter(_KNOWN_NAMES)))
-        self.key = tuple(self.parts)
+        if not _ENVIRONMENT.isdisjoint(names):
+            self.parts += os.environ.items()
+        self.key = Key.of(self.parts)
 
     def _start(self, names: frozenset[str]) -> None:
         self.parts: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.paths: list[Path] = []
         self.owners: list[torch.nn.Module | None] = []
-        self.places: list[Place] = []  # what the function may write to
+        self._places: list[Place | torch.nn.Module] = []
         self.containers: list[tuple[Slot, Any]] = []
         self.generators: list[Any] = []  # of Python's and NumPy's random numbers
         self._seen: dict[int, int] = {}
@@ -157,6 +189,14 @@ class Walk:
         self._met: frozenset[str] = frozenset()
         self._owner: torch.nn.Module | None = None
         self._slot: Slot = (None, "")
+
+    @property
+    def places(self) -> list[Place]:
+        """What the function may write to."""
+        found: list[Place] = []
+        for place in self._places:
+            found += _of_module(place) if isinstance(place, torch.nn.Module) else [place]
+        return found
 
     @property
     def user_code(self) -> types.CodeType | None:
@@ -172,12 +212,21 @@ class Walk:
 
     def _visit(self, x: Any, path: Path) -> None:
         add = self.parts.append
-        if isinstance(x, slice):
+        kind = _type(x)
+        if kind in _EXACTLY_PLAIN:
+            add((kind, x))
+        elif kind is torch.nn.Parameter:
+            self._tensor(x, path)
+        elif isinstance(x, torch.nn.Module) and id(x) not in self._seen:
+            self._seen[id(x)] = len(self._seen)
+            self._keep.append(x)
+            self._module(x, path)
+        elif isinstance(x, slice):
             add(slice)
             self._visit((x.start, x.stop, x.step), path)
-        elif type(x) in _PLAIN or (isinstance(x, _PLAIN) and not _is_users(_type(x))):
-            add((type(x), x))
-        elif type(x) is float:
+        elif isinstance(x, _PLAIN) and not _is_users(kind):
+            add((kind, x))
+        elif kind is float:
             add(x.hex())
         elif isinstance(x, torch.Tensor):
             self._tensor(x, path)
@@ -212,14 +261,22 @@ class Walk:
         elif isinstance(x, types.MethodType):
             self._visit(x.__func__, path)
             self._visit(x.__self__, (path, "self"))
-        elif isinstance(x, torch.nn.Module):
-            self._module(x, path)
         elif isinstance(x, np.ndarray):
             self.parts.append((x.dtype.str, x.shape, x.tobytes()))
         elif isinstance(x, np.generic):
             self.parts.append((x.dtype.str, x.tobytes()))
-        elif isinstance(x, (random.Random, np.random.Generator)):
+        elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self.generators.append(x)
+        elif isinstance(x, collections.abc.Iterator) and type(x).__module__ in ("builtins", "itertools"):
+            raise TraceError(
+                f"{path_name(path) or 'the function'} is an iterator (a {type(x).__name__}), which gives something "
+                "else each time, and a traced function runs once. Pass in what it gives as an argument."
+            )
+        elif isinstance(x, types.MappingProxyType):
+            self.parts.append((type(x), len(x)))
+            for k, v in x.items():
+                self.parts.append((type(k), k))
+                self._visit(v, (path, f"[{k!r}]"))
         elif isinstance(x, jax.Array):
             self.parts.append(Same(x))
         elif isinstance(x, (types.ModuleType, type)):
@@ -244,7 +301,7 @@ class Walk:
             return
         self.containers.append((self._slot, x))
         if isinstance(x, (list, dict, collections.deque)):
-            self.places.append(Place(x, path_name(path)))
+            self._places.append(Place(x, path_name(path)))
         if isinstance(x, dict):
             for k, v in list(x.items()):
                 self.parts.append((type(k), k))
@@ -274,42 +331,44 @@ class Walk:
             except ValueError:  # not yet assigned
                 content = None
             self._slot = (code, name)
-            self.places.append(Place(cell, name))
+            self._places.append(Place(cell, name))
             self._visit(content, (path, name))
         if user:
             if f.__dict__:
-                self.places.append(Place(f.__dict__, f.__name__, None, True))
+                self._places.append(Place(f.__dict__, f.__name__, None, True))
                 self._fields(f.__dict__, f, path)
             for name in sorted(names & sys.modules.keys()):  # imported inside
                 if _is_users(sys.modules[name]):
                     self._visit(sys.modules[name], (path, name))
-            self.places.append(Place(f.__globals__, "", names))
+            self._places.append(Place(f.__globals__, "", names))
             for name in sorted(names & f.__globals__.keys()):
                 self.parts.append(name)
                 self._slot = (code, name)
                 self._visit(f.__globals__[name], (path, name))
 
     def _module(self, m: torch.nn.Module, path: Path) -> None:
-        cls: Any = type(m)
+        cls, fields, add = type(m), m.__dict__, self.parts.append
         self.parts += (cls, m.training)
-        kept = (m.__dict__, m.__dict__["_parameters"], m.__dict__["_buffers"])
-        self.places += [Place(d, cls.__name__, None, True, not _is_users(cls)) for d in kept]
+        self._places.append(m)
         outer, self._owner = self._owner, m
-        fields = m.__dict__
-        for name in ("_parameters", "_buffers", "_modules"):
+        for k, p in fields["_parameters"].items():
+            add(k)
+            if p is None:
+                add(None)
+            else:
+                self._tensor(p, (path, k))
+        for name in ("_buffers", "_modules"):
             for k, v in fields[name].items():
-                self.parts.append(k)
-                self._visit(v, (path, f".{k}"))
-                self._owner = m
+                add(k)
+                self._visit(v, (path, k))
         for k, v in fields.items():
             if k not in _MODULE_FIELDS:
-                self.parts.append(k)
+                add(k)
                 self._slot = (cls, k)
-                self._visit(v, (path, f".{k}"))
-                self._owner = m
+                self._visit(v, (path, k))
         for name in _HOOKS:
             if fields[name]:
-                self._visit(list(fields[name].values()), (path, f".{name}"))
+                self._visit(list(fields[name].values()), (path, name))
         self._class_part(cls, path)
         self._owner = outer
 
@@ -323,7 +382,7 @@ class Walk:
             self._library_object(x, path)
             return
         if isinstance(fields, dict):
-            self.places.append(Place(fields, cls.__name__, None, True))
+            self._places.append(Place(fields, cls.__name__, None, True))
             self._fields(fields, cls, path)
         for name in sorted(self._names & _slots(cls)):
             if hasattr(x, name):
@@ -337,7 +396,7 @@ class Walk:
         fields = getattr(x, "__dict__", None)
         if not isinstance(fields, dict) or len(fields) > _MANY_FIELDS:
             return
-        self.places.append(Place(fields, type(x).__name__, None, True, True))
+        self._places.append(Place(fields, type(x).__name__, None, True, True))
         for k, v in list(fields.items()):
             if _is_simple(v, 3):
                 self.parts.append(k)
@@ -357,7 +416,7 @@ class Walk:
             if isinstance(value, types.FunctionType) and (name == "forward" or _is_special(name)):
                 self._visit(value, (path, f".{name}"))
         owner = x if isinstance(x, type) else vars(x)
-        self.places.append(Place(owner, x.__name__, self._names, True))
+        self._places.append(Place(owner, x.__name__, self._names, True))
         self._fields(fields, x, path)
 
     def _fields(self, fields: Any, owner: Any, path: Path) -> None:
@@ -369,6 +428,12 @@ class Walk:
             self.parts.append(k)
             self._slot = (owner, str(k))
             self._visit(value, (path, f".{k}"))
+
+
+def _of_module(m: torch.nn.Module) -> list[Place]:
+    cls: Any = type(m)
+    kept = (m.__dict__, m.__dict__["_parameters"], m.__dict__["_buffers"])
+    return [Place(fields, cls.__name__, None, True, not _is_users(cls)) for fields in kept]
 
 
 def _is_special(name: str) -> bool:
@@ -436,8 +501,8 @@ def _is_users(x: Any) -> bool:
     if isinstance(x, type):
         x = sys.modules.get(x.__module__)
     file = getattr(x, "__file__", None)
-    if x is None or file is None:  # defined at a prompt, or built in
-        return x is not None and x.__name__ == "__main__"
+    if x is None or file is None:  # defined at a prompt, made by hand, or built in
+        return x is not None and (x.__name__ == "__main__" or x.__spec__ is None)
     return is_users_file(os.path.abspath(file))
 
 
@@ -466,11 +531,6 @@ def _code(fun: Any) -> Hashable:
     fun = getattr(fun, "__func__", fun)
     kind: Any = type(fun)
     return getattr(fun, "__code__", kind)
-
-
-def generator_states(walk: Walk) -> list[Any]:
-    """Where the random generators that a function captures stand."""
-    return [g.getstate() if isinstance(g, random.Random) else str(g.bit_generator.state) for g in walk.generators]
 
 
 class WrittenContainers:

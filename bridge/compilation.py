@@ -13,7 +13,7 @@ import torch
 from jax.experimental.layout import Format, Layout
 
 from .bounds import Failures
-from .captures import Place
+from .captures import Walk
 from .context import Call, running
 from .differentiation import independent_outputs
 from .trees import Structure, flatten, is_array, to_jax_tree
@@ -50,12 +50,12 @@ class Root(Flat):
         body: Callable[..., Any],
         arguments: Sequence[torch.Tensor],
         captured: Sequence[torch.Tensor],
-        places: Sequence[Place],
+        walk: Walk,
         recompute: bool,
     ) -> None:
         self.grad = torch.is_grad_enabled()
         self.key = key, self.grad
-        self.body, self.count, self.recompute, self.places = body, len(arguments), recompute, places
+        self.body, self.count, self.recompute, self.walk = body, len(arguments), recompute, walk
         self.inputs = [*arguments, *captured]
         with torch._C.DisableTorchFunction():
             self.device = common_device(self.inputs)
@@ -167,7 +167,7 @@ class Outline:
     def of(cls, call: Call, root: Root) -> Outline:
         assert call.shape is not None
         mutated = [] if call.missing else [root.position(t) for t, _ in call.mutations]
-        owners = [place.owner for place in root.places]
+        owners = [place.owner for place in root.walk.places] if call.effects else []
         effects = [(next(i for i, o in enumerate(owners) if o is e.place.owner), e.key, e.after) for e in call.effects]
         return cls(call.shape, call.draws, mutated, effects, call.missing)
 

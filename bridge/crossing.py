@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import torch
 
+from .devices import start_jax
 from .trees import to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
 from .versions import enable_x64
@@ -23,6 +24,7 @@ def to_jax(tree: Any) -> Any:
         TypeError: for sparse, quantised, nested, meta or fake tensors.
         ValueError: for a device that JAX has no backend for.
     """
+    start_jax()
     with enable_x64():
         return to_jax_tree(tree, lambda x: tensor_to_array(x) if isinstance(x, torch.Tensor) else x)
 

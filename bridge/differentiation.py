@@ -58,9 +58,14 @@ class TorchFunction:
         metas: Sequence[Meta],
         need: Sequence[bool] | None = None,
         wants: Callable[[torch.Tensor], bool] = lambda _: False,
+        keep: bool = False,
     ) -> None:
-        """Record the function, with the gradients of the arguments and captured tensors that are known to be needed."""
-        self._source = weakref.ref(source)
+        """Record the function, with the gradients of the arguments and captured tensors that are known to be needed.
+
+        Programs are kept in caches, and must not keep the function alive; with ``keep`` they do, for JAX code of the
+        user's, which may hold nothing else of it and differentiate it later.
+        """
+        self._source: Callable[[], Source | None] = (lambda: source) if keep else weakref.ref(source)
         self.arguments = list(metas)
         self._programs: dict[Any, Any] = {}
         needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]
@@ -342,13 +347,16 @@ class Batched:
 
     def __init__(self, inner: Any, axes: tuple[int | None, ...], size: int) -> None:
         self.inner, self.axes, self.size = inner, axes, size
+        self.mapped = _mapped_outputs(inner, axes)
 
     @functools.cached_property
     def avals(self) -> list[Any]:
-        return [a.update(shape=(self.size, *a.shape)) for a in self.inner.avals]
+        pairs = zip(self.inner.avals, self.mapped, strict=True)
+        return [a.update(shape=(self.size, *a.shape)) if mapped else a for a, mapped in pairs]
 
     def run(self, *arrays: jax.Array) -> list[jax.Array]:
-        return jax.vmap(self.inner.run, self.axes, axis_size=self.size)(*arrays)
+        out_axes = [0 if mapped else None for mapped in self.mapped]
+        return jax.vmap(self.inner.run, self.axes, out_axes, axis_size=self.size)(*arrays)
 
     def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         given = [t for t in tangents if t is not None]
@@ -364,7 +372,13 @@ class Batched:
 
         outs, moved = jax.vmap(rule, (list(self.axes), moved_axes), axis_size=self.size)(list(primals), given)
         rest = iter(moved)
-        return outs, [next(rest) if p else None for p in present]
+        all_moved = [next(rest) if p else None for p in present]
+        return self._as_mapped(outs), self._as_mapped(all_moved)
+
+    def _as_mapped(self, rows: Sequence[Any]) -> list[Any]:
+        """The first row of what is the same for all."""
+        first = lambda r: r[0] if self.size else jnp.zeros(r.shape[1:], r.dtype)
+        return [r if mapped or r is None else first(r) for r, mapped in zip(rows, self.mapped, strict=True)]
 
     def transpose(self, residuals: Arrays, cotangents: Arrays) -> list[jax.Array]:
         count = len(residuals)
@@ -376,6 +390,15 @@ class Batched:
             g.sum(0) if axis is None else jnp.moveaxis(g, 0, axis)
             for g, axis in zip(grads, self.axes[count:], strict=True)
         ]
+
+
+def _mapped_outputs(program: Any, axes: Sequence[int | None]) -> list[bool]:
+    """Which outputs differ between rows; more than that are said to where telling them apart is of no use."""
+    if type(program) is not Forward or axes[0] is not None or None not in axes[1:]:
+        return [True] * len(program.avals)
+    graph = program.function.first
+    given = zip([*graph.inputs, *graph.captured], axes[1:], strict=True)
+    return list(graph.made_from({node for node, axis in given if axis is not None}))
 
 
 def _batched(inner: Any, axes: tuple[int | None, ...], size: int) -> Batched:
@@ -418,11 +441,12 @@ def _jvp(primals: Arrays, tangents: Sequence[Any], *, program: Any, linear: int 
     return outs, [z if t is None else t for z, t in zip(zeros, moved, strict=True)]
 
 
-def _batch(arrays: Arrays, axes: Sequence[int | None], *, program: Any, **params: Any) -> tuple[list[Any], list[int]]:
+def _batch(arrays: Arrays, axes: Sequence[int | None], *, program: Any, **params: Any) -> tuple[list[Any], list[Any]]:
     size = next(a.shape[d] for a, d in zip(arrays, axes, strict=True) if d is not None)
     primitive = torch_linear_p if params else torch_call_p
-    outs = primitive.bind(*arrays, program=_batched(program, tuple(axes), size), **params)
-    return outs, [0] * len(outs)
+    mapped = _batched(program, tuple(axes), size)
+    outs = primitive.bind(*arrays, program=mapped, **params)
+    return outs, [0 if m else None for m in mapped.mapped]
 
 
 def _transpose(cotangents: Sequence[Any], *arrays: Any, program: Any, linear: int) -> list[Any]:

@@ -151,6 +151,14 @@ class Graph:
                     stack.extend(node.refs())
         return live
 
+    def made_from(self, inputs: set[int]) -> list[bool]:
+        """Which outputs and final values of mutations are computed from some of these inputs."""
+        found = set(inputs)
+        for i, node in enumerate(self.nodes):
+            if node is not None and not found.isdisjoint(node.refs()):
+                found.add(i)
+        return [isinstance(v, Ref) and v.node in found for v in (*self.outputs, *(v for _, v in self.mutations))]
+
     def saved_metas(self) -> list[Meta]:
         """What the backward half reads of the forward half, without the inputs themselves."""
         metas = []

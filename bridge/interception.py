@@ -6,8 +6,9 @@ not made inside is met here, and a recorded stand-in takes its place.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from .graph import Meta
 from .lowerings.functions import REPLACEMENTS
 from .recorder import Recorder
 
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
+_MASKS = (torch.bool, torch.uint8)
 _VALUE_METHODS = {
     torch.Tensor.numpy: ".numpy()",
     torch.Tensor.__array__: "numpy.asarray",
@@ -75,6 +78,7 @@ class Captured:
         self.recorder, self.wants = recorder, wants
         self.refusal: TraceError | None = None
         self.tensors = list(known)
+        self.rows: list[Row] = []
         self.inputs: list[torch.Tensor] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
 
@@ -84,6 +88,12 @@ class Captured:
 
     def __exit__(self, *error: object) -> None:
         _ACTIVE.recordings.pop()
+
+    def check_rows(self, used: Any) -> None:
+        """Refuse what is used of rows that are copies here and would be views in torch."""
+        tensors = [leaf for leaf in ti.torch_pytree.tree_leaves(used) if isinstance(leaf, torch.Tensor)]
+        for row in self.rows:
+            row.check_use(tensors)
 
     def add(self, tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
         inner = self.recorder.input(Meta.of(tensor))
@@ -109,6 +119,61 @@ class Captured:
                 return self.add(tensor, tensor.requires_grad or wanted)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """What ``tensor[index]`` gave for an index that depends on the arguments: a copy, where torch gives a view."""
+
+    copy: torch.Tensor
+    tensor: torch.Tensor
+    index: tuple[Any, ...]
+    line: str
+    version: int  # of the tensor, when it was read
+
+    def is_put_back(self, tensor: torch.Tensor, index: tuple[Any, ...], value: Any) -> bool:
+        """Whether this is the last step of ``tensor[index] += 1``."""
+        same = len(index) == len(self.index) and all(a is b for a, b in zip(index, self.index, strict=True))
+        return same and tensor is self.tensor and getattr(value, "_base", None) is self.copy
+
+    def check_use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Raise if the copy is used after the tensor was written to: a view would show what was written."""
+        if self.tensor._version != self.version and any(t is self.copy or t._base is self.copy for t in tensors):
+            raise self._error()
+
+    def check_writes(self) -> None:
+        """Raise if the copy was written to: torch would write to the tensor."""
+        if self.copy._version:
+            raise self._error()
+
+    def _error(self) -> TraceError:
+        return TraceError(
+            f"{self.line}: the function reads tensor[index], where the index is a tensor that depends on the "
+            "arguments. In torch that is a view: it writes to it, or uses it after writing to the tensor. Assign to "
+            "the row (tensor[index] = value), or read it with torch.index_select, which gives a copy."
+        )
+
+
+def row_of(tensor: torch.Tensor, index: tuple[Any, ...], places: list[int]) -> tuple[Row, torch.Tensor]:
+    """``tensor[index]``, where the entries of the index at the places are whole numbers known only when it runs."""
+    width = lambda i: 0 if i is None or isinstance(i, bool) else i.dim() if getattr(i, "dtype", None) in _MASKS else 1
+    used = sum(width(i) for i in index if i is not Ellipsis)
+    items, axis, chosen = list(index), 0, tensor
+    for k, i in enumerate(index):
+        if k in places:
+            if axis >= tensor.dim():
+                raise IndexError(f"too many indices for tensor of dimension {tensor.dim()}")
+            size = tensor.shape[axis]
+            chosen = chosen.index_select(axis, torch.where(i < 0, i + size, i).reshape(1))
+            items[k] = 0
+        axis += tensor.dim() - used if i is Ellipsis else width(i)
+    return Row(chosen, tensor, index, user_line(), tensor._version), chosen[tuple(items)]
+
+
+def set_row(tensor: torch.Tensor, index: tuple[Any, ...], value: Any) -> None:
+    """``tensor[index] = value`` for an index of whole numbers."""
+    at = [i.reshape(1) if isinstance(i, torch.Tensor) else torch.tensor([i], device=tensor.device) for i in index]
+    tensor.index_put_(tuple(at), torch.as_tensor(value, device=tensor.device).to(tensor.dtype))
+
+
 class Interception(TorchFunctionMode):
     """Above autograd: stand-ins for captured tensors, and what has to be refused or rewritten before it runs."""
 
@@ -125,14 +190,34 @@ class Interception(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
+        if self.captured.rows:
+            self.captured.check_rows((args, kwargs))
         if func in _VALUE_METHODS and args[1:] != ("",):  # f"{x}" shows the tensor as it is
             return self._constant_value(func, *args, **kwargs)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            places = [k for k, i in enumerate(index) if self._is_number(i)]
+            if places and func is torch.Tensor.__getitem__:
+                row, result = row_of(args[0], index, places)
+                self.captured.rows.append(row)
+                return result
+            if places and all(isinstance(i, int) or k in places for k, i in enumerate(index)):
+                self.captured.rows = [r for r in self.captured.rows if not r.is_put_back(args[0], index, args[2])]
+                return set_row(args[0], index, args[2])
         if func == _SET_DATA:  # every look at a descriptor makes a new object: equal, not the same
             return self._set_data(*args)
         if func is torch.autograd.grad:
             with ti.function_modes_in_backward(), self:
                 return func(*args, **kwargs)
         return REPLACEMENTS.get(func, func)(*args, **kwargs)
+
+    def _is_number(self, index: Any) -> bool:
+        """Whether an index is a whole number that depends on the arguments."""
+        if not isinstance(index, torch.Tensor) or index.dim() or index.dtype not in _WHOLE:
+            return False
+        with torch._C.DisableTorchFunction():
+            inner: Any = ti.from_fun(index.detach()) if isinstance(index, ti.FunctionalTensor) else index
+            return ti.is_functorch_wrapped_tensor(inner) or not self.recorder.is_constant(inner)
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """``tensor.data = value``: the new values, unseen by autograd."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -106,6 +107,10 @@ def _out(result: Any) -> Any:
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array):
             return array_to_tensor(leaf, copy=True)
+        if dataclasses.is_dataclass(leaf) and callable(leaf) and not isinstance(leaf, type):
+            # A function with what is known of it, as jax_privacy's clipped_grad returns: it calls one of its fields.
+            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+            return dataclasses.replace(leaf, **{name: convert(value) for name, value in fields.items()})
         return as_torch(leaf) if inspect.isroutine(leaf) or hasattr(leaf, "__wrapped__") else leaf
 
     if callable(result) and not jax.tree_util.all_leaves([result]):  # such as the pullback of jax.vjp

@@ -122,6 +122,10 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tup
                 if captured.refusal is None or isinstance(error, TraceError):
                     raise
                 raise captured.refusal from error
+            with torch._C.DisableTorchFunction():  # to ask for a version is a use as well
+                for row in captured.rows:
+                    row.check_use(outputs)
+                    row.check_writes()
             if captured.refusal is not None:  # the function caught it, and went another way than it would in torch
                 raise captured.refusal
             differentiable = [o.requires_grad for o in outputs]

@@ -14,10 +14,12 @@ Lists that a function appends to (a log) grow once per trace. Anything else stay
 from __future__ import annotations
 
 import dataclasses
+import random
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as torch_pytree
 
@@ -177,3 +179,37 @@ def write(place: Place, key: Any, value: Any) -> None:
         owner[key] = value
     elif place.is_sequence or key in owner:
         del owner[key]
+
+
+class Generators:
+    """Where the random generators of Python and NumPy that a function captures stand before it is traced."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._before = [(generator, _state(generator)) for generator in walk.generators]
+
+    def put_back(self) -> bool:
+        """Put all back where they stood; whether one had moved."""
+        moved = False
+        for generator, before in self._before:
+            if repr(_state(generator)) != repr(before):
+                moved = True
+                _set_state(generator, before)
+        return moved
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+        return state | {"state": {k: np.asarray(v).tolist() for k, v in state["state"].items()}}
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state | {"state": {k: np.asarray(v) for k, v in state["state"].items()}})
+    else:
+        generator.bit_generator.state = state

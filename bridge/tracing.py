@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from jax.interpreters import ad
 from torch.overrides import TorchFunctionMode
 
-from .captures import SOURCE, Walk, WrittenContainers, generator_states, surroundings
+from .captures import SOURCE, Walk, WrittenContainers, surroundings
 from .context import Call, current_call
 from .differentiation import Source, TorchFunction
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number, is_raised_by_jax, user_line
 from .graph import Meta
 from .interception import is_traced_tensor
-from .side_effects import Effect, Watched
+from .side_effects import Effect, Generators, Watched
 from .torch2jax_engine import InterpretedFunction, is_interpreted
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
@@ -168,9 +168,9 @@ class _Traced:
             if made is None or not made.is_of(walk):
                 if len(self._made) >= _CACHE_SIZE:
                     self._made.pop(next(iter(self._made)))
-                written, states = WrittenContainers(walk), generator_states(walk)
+                written, generators = WrittenContainers(walk), Generators(walk)
                 made = self._trace(structure, metas, walk, mode, functools.partial(_is_wanted, outer))
-                if generator_states(walk) != states:
+                if generators.put_back():
                     raise frozen_number()
                 written.remember()
                 self._made[form, Walk(self.torch_fun, structure.fixed).key] = made
@@ -243,7 +243,7 @@ class _Traced:
             # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
             source = Source(flat, [t for t in walk.tensors if is_traced_tensor(t)])
             try:
-                tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants)
+                tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants, keep=current_call() is None)
             except WrittenArgument as error:
                 raise self._written_argument(error.index, structure, walk) from None
         else:

@@ -233,12 +233,13 @@ def tensors_to_arguments(tensors: Iterable[torch.Tensor]) -> list[jax.Array | np
 
 
 def _to_argument(tensor: torch.Tensor) -> jax.Array | np.ndarray[Any, Any]:
-    tensor = _plain_memory(tensor)
-    if tensor.is_cpu and tensor.dtype in _NUMPY_DTYPES and tensor.is_contiguous():
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        tensor = _plain_memory(tensor)
+    if tensor.dtype in _NUMPY_DTYPES and tensor.is_contiguous():
         try:
-            return tensor.numpy()
-        except RuntimeError:
-            pass  # tensor_to_array says what is wrong with it
+            return (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        except (RuntimeError, TypeError):
+            pass  # not on the CPU, or sign flips are pending, or tensor_to_array says what is wrong with it
     return tensor_to_array(tensor)
 
 

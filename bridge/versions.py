@@ -15,12 +15,28 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["enable_x64", "mapping_trace", "native_export", "native_import", "weak_float"]
+__all__ = [
+    "backends_are_initialized",
+    "bind",
+    "enable_x64",
+    "mapping_trace",
+    "native_export",
+    "native_import",
+    "weak_float",
+]
 
 
 def enable_x64() -> AbstractContextManager[None]:
     """Return a scope in which JAX keeps 64-bit types, for this thread; the process-wide setting stays as it is."""
     return jax.enable_x64(True)
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has started: what it reads from the environment then is fixed. False where it does not say."""
+    try:
+        return bool(importlib.import_module("jax._src.xla_bridge").backends_are_initialized())
+    except (ImportError, AttributeError):
+        return False
 
 
 def mapping_trace() -> object:
@@ -33,6 +49,15 @@ def mapping_trace() -> object:
         return trace
     except AttributeError:
         return object()  # equal to no other: nothing is known
+
+
+def bind(equation: Any, values: list[Any]) -> list[Any]:
+    """The outputs of one operation of a jaxpr on values."""
+    primitive = equation.primitive
+    bound: Any = primitive.get_bind_params(equation.params)
+    functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # a tuple before jax 0.10
+    outputs = primitive.bind(*functions, *values, **parameters)
+    return list(outputs) if primitive.multiple_results else [outputs]
 
 
 def weak_float(value: jax.Array) -> jax.Array:

@@ -164,7 +164,7 @@ class _Evaluator:
             self.zeros.add(out)
         if isinstance(v, Literal) or not v.aval.shape or v in self.scalars:
             value = self.scalars.get(v) if not isinstance(v, Literal) and v in self.scalars else self.read(v)
-            if not jnp.shape(value):
+            if value is not None and not jnp.shape(value):
                 self.scalars[out] = jnp.asarray(value).astype(out.aval.dtype)
 
     def _outputs(self, e: Any) -> list[Any]:

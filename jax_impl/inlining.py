@@ -58,7 +58,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             # One way to write it, so that sums of squares are found; torch writes pow(x, 2) and |x|².
             outs = [jax.lax.square(signed.get(equation.invars[0], values[0]))]
         elif name in CALLS:
-            outs = CALLS[name](*values, **equation.params)
+            outs = list(CALLS[name](*values, **equation.params))
         elif name in _BODY:
             if equation.params.get("differentiated") and equation.params.get("prevent_cse"):
                 # As its lowering does: else XLA would merge the second pass with the first, and keep all of it.

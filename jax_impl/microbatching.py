@@ -361,5 +361,5 @@ def micro_grad(
         example, batch, _ = prepared(args, kwargs, raw=True)
         return explained(example, batch, joined, options.plan(batch.rows).size)
 
-    grads_of.explain = explain
+    grads_of.explain = explain  # type: ignore[attr-defined]
     return grads_of

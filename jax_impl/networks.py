@@ -288,7 +288,8 @@ def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], en
     where = []
     for p in places:
         shape = [term.sizes[k] if k in p.labels else 1 for k in entries]
-        order = sorted(range(len(p.labels)), key=lambda i, p=p: entries.index(p.labels[i]))
+        at = [entries.index(label) for label in p.labels]
+        order = sorted(range(len(at)), key=at.__getitem__)
         where.append(jnp.broadcast_to(jnp.transpose(jnp.asarray(p.index), order).reshape(shape), counts))
     target = jnp.zeros((*(p.size for p in places), *(term.sizes[x] for x in plain)), values.dtype)
     return target.at[tuple(where)].add(values, mode="promise_in_bounds")

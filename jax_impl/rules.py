@@ -7,6 +7,7 @@ operands are computed. ``ACCEPTS`` tells the planner which operands a rule would
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -278,8 +279,11 @@ def _unstack(ev: Any, e: Any) -> list[Lazy]:
     shape = e.outvars[0].aval.shape
     if len(e.outvars) == 1:
         return [value.map(lambda t: _without_axis(t, axis), shape)]
-    cut = lambda t, i: _without_axis(_cut(t.fresh(), axis, i, i + 1), axis)
-    return [value.map(lambda t, i=i: cut(t, i), shape) for i in range(len(e.outvars))]
+
+    def cut(t: Term, i: int) -> Term | None:
+        return _without_axis(_cut(t.fresh(), axis, i, i + 1), axis)
+
+    return [value.map(functools.partial(cut, i=i), shape) for i in range(len(e.outvars))]
 
 
 def _stack(ev: Any, e: Any) -> Lazy:
@@ -291,7 +295,7 @@ def _stack(ev: Any, e: Any) -> Lazy:
         return t if count == 1 else _placed(t, axis, i, count)
 
     for i, v in enumerate(e.invars):
-        total = total.plus(_lazy(ev, v).map(lambda t, i=i: put(t, i)), True)
+        total = total.plus(_lazy(ev, v).map(functools.partial(put, i=i)), True)
     return total
 
 
@@ -356,7 +360,7 @@ def _concatenate(ev: Any, e: Any) -> Lazy:
     total, start = Lazy(shape, e.outvars[0].aval.dtype, ()), 0
     for v in e.invars:
         part = _lazy(ev, v)
-        total = total.plus(part.map(lambda t, at=start: _placed(t, axis, at, shape[axis])), True)
+        total = total.plus(part.map(functools.partial(_placed, axis=axis, start=start, size=shape[axis])), True)
         start += v.aval.shape[axis]
     return total
 
@@ -453,7 +457,8 @@ def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
         elif fits and len(set(f.labels)) == len(f.labels):
             i = min(fits, key=lambda i: factors[i].stored)
             g = factors[i]
-            order = sorted(range(len(f.labels)), key=lambda j, f=f, g=g: g.labels.index(f.labels[j]))
+            at = [g.labels.index(label) for label in f.labels]
+            order = sorted(range(len(at)), key=at.__getitem__)
             shape = [term.sizes[x] if x in f.labels else 1 for x in g.labels]
             array = g.array * f.array.transpose(order).reshape(shape).astype(g.array.dtype)
             factors[i] = dataclasses.replace(g, array=array, batched=g.batched or f.batched)
@@ -489,7 +494,7 @@ def _select(ev: Any, e: Any) -> Lazy:
     array = ev.array(which)
     for v, keep in zip(cases, (jnp.logical_not(array), array), strict=True):
         part = whole(keep.astype(total.dtype), False)
-        total = total.plus(_lazy(ev, v).map(lambda t, part=part: _product(t, part)), True)
+        total = total.plus(_lazy(ev, v).map(functools.partial(_product, b=part)), True)
     return total
 
 
@@ -548,7 +553,7 @@ def _dot(ev: Any, e: Any) -> Any:
         raise UnsupportedError("a product with what differs between examples")
     precision = e.params.get("precision")
 
-    def join(s: Term, t: Term) -> Term:
+    def join(s: Term, t: Term) -> tuple[Term, list[Factor]]:
         t = t.fresh()
         pairs = [*zip(contract_l, contract_r, strict=True), *zip(batch_l, batch_r, strict=True)]
         s, t = matched(s, t, pairs)

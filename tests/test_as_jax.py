@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,7 @@ def test_reverse_mode_of_any_order_is_that_of_torch(name: str, order: int) -> No
     torch.testing.assert_close(got, _nested(SMOOTH[name], x, order), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMOOTH)
 def test_forward_mode_agrees_with_reverse_mode(name: str) -> None:
     fun, x = as_jax(SMOOTH[name]), jnp.array([0.3, -0.7, 1.1])
@@ -142,6 +144,7 @@ def test_structures_and_static_values_pass_through() -> None:
     assert float(out["a"][0]) == 6
 
 
+@pytest.mark.slow
 def test_randomness_follows_the_key() -> None:
     fun = as_jax(lambda x: F.dropout(x, 0.5))
     x = jnp.ones(256)
@@ -156,6 +159,7 @@ def test_randomness_follows_the_key() -> None:
     assert len({tuple(np.asarray(row)) for row in rows}) == 4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_repeats_its_draws() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -266,3 +270,20 @@ def test_ties_and_zeros_have_the_subgradients_of_torch() -> None:
         leaf = torch.tensor(x, requires_grad=True)
         fun(leaf).backward()
         np.testing.assert_array_equal(jax.grad(as_jax(fun))(jnp.array(x)), leaf.grad.numpy())
+
+
+_DERIVATIVES: dict[str, Callable[..., Any]] = {
+    "linearize": lambda f, x: (jax.linearize(jax.grad(f), x)[1], lambda g: g(x)),
+    "vjp": lambda f, x: (jax.vjp(f, x)[1], lambda g: jax.grad(lambda j: g(j)[0].sum())(jnp.ones(()))),
+    "jit": lambda f, x: (jax.jit(lambda x: (jax.hessian(f)(x), gc.collect())[0]), lambda g: g(x)),
+}
+
+
+@pytest.mark.parametrize("name", _DERIVATIVES)
+def test_derivatives_outlive_the_function_that_they_came_from(name: str) -> None:
+    cube, x = lambda x: (x**3).sum(), jnp.arange(4.0)
+    make = _DERIVATIVES[name]
+    kept, use = make(as_jax(cube), x)
+    gc.collect()
+    expected, plain = make(lambda x: (x**3).sum(), x)
+    np.testing.assert_allclose(use(kept), plain(expected), rtol=1e-6)

@@ -620,8 +620,15 @@ def test_floats_are_inputs_where_the_function_allows_it() -> None:
         lambda x, i: torch.take(x, i * 2),
         lambda x, i: x.gather(0, i.abs()[:, None]),
         lambda x, i: torch.nn.functional.embedding(i.abs(), x),
+        lambda x, i: x.clone().put(i * 2, torch.ones(1)),
+        lambda x, i: x[0] * torch.nn.functional.one_hot(i, 2),
+        lambda x, i: torch.func.vmap(lambda i: torch.nn.functional.one_hot(i, 2))(i) * x,
+        lambda x, i: torch.nn.functional.multilabel_margin_loss(x[:1], torch.stack([i.abs(), i.abs()], 1)),
     ],
-    ids=["index", "one axis", "written", "after a view", "take", "gather", "embedding"],
+    ids=[
+        *("index", "one axis", "written", "after a view", "take", "gather", "embedding", "put"),
+        *("one_hot", "one_hot of each", "labels"),
+    ],
 )
 def test_an_index_out_of_range_raises_as_in_torch(fun: Any, index: int) -> None:
     x, i = torch.arange(6.0).reshape(3, 2), torch.tensor([index])

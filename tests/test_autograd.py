@@ -148,7 +148,43 @@ TRANSFORMED: dict[str, tuple[Fun, Fun]] = {
         lambda w, x: mt.micro_grad(_per_row, microbatch_size=2, transform_fn=lambda g: g / (1 + g.norm()))(w, x)[0],
         lambda w, x: _clipped(w, x),
     ),
+    "chunked_vmap": (
+        lambda w, x: mt.chunked_vmap(_per_row, 2, in_dims=(None, 0))(w, x),
+        lambda w, x: func.vmap(_per_row, (None, 0))(w, x),
+    ),
+    "sliced_scan": (
+        lambda w, x: mt.sliced_scan(_step, w, x, step=2),
+        lambda w, x: _loop(w, x, slice(None, None, 2)),
+    ),
+    "checkpoint_chunked_scan": (
+        lambda w, x: mt.checkpoint_chunked_scan(_step, w, x, chunk_size=2),
+        lambda w, x: _loop(w, x, slice(None)),
+    ),
+    "jacobian": (
+        lambda w, x: mt.jacobian(lambda w: torch.tanh(x * w).sum(1), w, nbatches=2, mode="forward")[0],
+        lambda w, x: func.jacrev(lambda w: torch.tanh(x * w).sum(1))(w),
+    ),
+    "jacobian, rows": (
+        lambda w, x: mt.jacobian(lambda w: torch.tanh(x * w).sum(1), w, batch_size=2, mode="reverse")[0],
+        lambda w, x: func.jacrev(lambda w: torch.tanh(x * w).sum(1))(w),
+    ),
+    "hessian": (
+        lambda w, x: mt.hessian(lambda w: _per_row(w, x), w, nbatches=2)[0],
+        lambda w, x: func.hessian(lambda w: _per_row(w, x))(w),
+    ),
 }
+
+
+def _step(c: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.sin(c * x) + c, c * x
+
+
+def _loop(c: torch.Tensor, xs: torch.Tensor, kept: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    ys = []
+    for x in xs:
+        c, y = _step(c, x)
+        ys.append(y)
+    return c, torch.stack(ys[kept])
 
 
 def _clipped(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +192,10 @@ def _clipped(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (grads / (1 + grads.norm(dim=1, keepdim=True))).sum(0)
 
 
-_SLOW_TRANSFORMED = ("micro_grad", "micro_grad, clipped", "micro_grad, values", "micro_vmap, mean")
+_SLOW_TRANSFORMED = (
+    *("micro_grad", "micro_grad, clipped", "micro_grad, values", "micro_vmap, mean"),
+    *("chunked_vmap", "sliced_scan", "jacobian", "jacobian, rows", "hessian"),
+)
 
 
 @pytest.mark.parametrize("name", _slow(TRANSFORMED, *_SLOW_TRANSFORMED))
@@ -1108,6 +1147,7 @@ def test_torch_func_around_a_transform_of_an_ordinary_model(transform: str) -> N
     torch.testing.assert_close(take(call), take(plain))
 
 
+@pytest.mark.slow
 def test_derivatives_of_a_call_within_a_call_with_captured_parameters() -> None:
     w, x = torch.randn(3, requires_grad=True), torch.randn(4, 3)
     call = mt.microbatch(lambda rows: (rows * w).sin().sum(), 0, 2)

@@ -99,6 +99,7 @@ def test_without_jit():
     assert_same(hvp(f, data(3), False)(jnp.ones(3)), 6 * data(3))
 
 
+@pytest.mark.slow
 def test_equals_zodiax():
     x = jax.tree.map(jnp.asarray, tree(3))
     for ours, theirs, f in ((jacobian, zodiax.jacobian, square), (hessian, zodiax.hessian, scalar)):
@@ -211,17 +212,30 @@ def network(p):
     return jnp.mean((hidden @ p["v"] - 1) ** 2)
 
 
+def logistic(p):
+    return -jnp.mean(jax.nn.log_softmax(data(64, 12) @ p["w"] + p["b"])[:, 3])
+
+
+def attention(p):
+    tokens = data(32, 8, 12)
+    queries, keys = tokens @ p["w"], tokens @ (p["w"] * p["b"])
+    mixed = jax.nn.softmax(queries @ keys.swapaxes(1, 2), -1) @ (tokens @ p["w"])
+    return jnp.mean(jnp.tanh(mixed @ p["v"]) ** 2)
+
+
 def parameters():
     return {"w": data(12, 24), "b": data(24), "v": data(24, 4)}  # 408 numbers
 
 
-def test_hessian_memory_follows_the_block():
+@pytest.mark.parametrize("f", [network, logistic, attention])
+def test_hessian_memory_follows_the_block(f):
     p = parameters()
-    used = {k: temporary(lambda p, k=k: hessian(network, p, k)[0], p) for k in (1, 4, 16)}
-    plain = temporary(lambda p: jax.hessian(lambda v: network(ravel_pytree(p)[1](v)))(ravel_pytree(p)[0]), p)
+    used = {k: temporary(lambda p, k=k: hessian(f, p, k)[0], p) for k in (1, 4, 16)}
+    plain = temporary(lambda p: jax.hessian(lambda v: f(ravel_pytree(p)[1](v)))(ravel_pytree(p)[0]), p)
     assert max(used.values()) <= plain
+    kept = temporary(jax.grad(f), p)  # what a linearisation needs, however small the block
     for k in (4, 16):
-        assert used[k] < 1.3 * used[1] / k + 64 * 24 * 4 * 4
+        assert used[k] < 1.6 * used[1] / k + 4 * kept
 
 
 def test_blocks_are_written_into_the_result():

@@ -100,7 +100,18 @@ def _check(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: floa
     )
 
 
-@pytest.mark.parametrize("name", [*_SMALL, *_REAL.CASES])
+# The largest programs, and those that others resemble.
+_SLOW = {
+    *("bert_train", "bert", "distilbert", "gpt2_labels", "vit_hf", "vit_hand", "lstm_bidir_h0", "lstm_lm", "lstm"),
+    *("resnet_bn_eval", "resnet_bn_train", "neural_ode_rk4", "sort_cumsum", "tel_eval", "rnn_cell_loop", "mlp_mixer"),
+    *("dropout_train", "interpolate", "inplace_random", "convnext", "moe_topk", "gru", "vae_rsample", "maml_inner"),
+    *("dropout_module", "bf16_params", "activations", "deconv_upsample", "gnn_index_add", "losses", "dist_logprob"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in (*_SMALL, *_REAL.CASES)]
+)
 def test_case(name: str) -> None:
     case = _build(name)
     traced = copy.deepcopy(case.mod)

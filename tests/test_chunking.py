@@ -92,6 +92,7 @@ def test_composes():
     assert_same(jax.vmap(inner)(x), x.sum(2))
 
 
+@pytest.mark.slow
 def test_what_an_example_draws_depends_on_its_key_alone():
     keys = jax.random.split(jax.random.key(3), 7)
     draw = lambda key, x: (jax.random.bernoulli(key, 0.5, (8,)) * x, jax.random.fold_in(key, 1))
@@ -188,6 +189,7 @@ def test_traced_once():
     assert count == 1
 
 
+@pytest.mark.slow
 def test_inside_shard_map():
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P("i")

@@ -63,30 +63,22 @@ _STALE = {
     "attrgetter": _BY_NAME,
     "constructor reads a global": "what a constructor reads is not followed",
     "generator of torch": _FIXED,
-    "iterator": _FIXED,
-    "mapping proxy": _FIXED,
     "long list": "a long list is told apart by identity",
     "property of the metaclass": "properties of a metaclass are not followed",
     "attribute of a tuple of the user's": "attributes of a tuple are not followed",
     "seed read inside": "the seed of torch is not part of the key",
 }
-_ITERATOR = "where an iterator stands is not followed"
 _STATES_WRONG = {
     "slot": "what is written to a slot is written once, while the function is traced",
     "length of a list": "a list that is appended to counts as a log, which grows once per compilation",
     "list that shrinks": "an item is taken out once, while the function is traced",
-    "itertools.count": _ITERATOR,
-    "generator": _ITERATOR,
     "set": "what is added to a set is added once, while the function is traced",
-    "running random generator of Python": "the refused draw has moved the generator",
 }
 _STRONG = "the key of a program refers to the object strongly"
 _LIVES_LEAK = {
     "dict key": _STRONG,
     "in_long_list": _STRONG,
     "in_class": "caches of what is known of a class refer to it strongly",
-    "in_proxy": _STRONG,
-    "in_generator": _STRONG,
 }
 _CLOCKS_FROZEN = dict.fromkeys(
     ("time.time", "perf_counter_ns", "datetime", "os.urandom", "uuid", "secrets", "system random"),
@@ -369,6 +361,20 @@ def _() -> Scenario:
     return lambda x: eval("x * NUMBER", globals(), {"x": x}), lambda: _set_global("NUMBER", 5.0)
 
 
+@scenario("variable of the environment")
+def _() -> Scenario:
+    os.environ["MICROTOME_TEST_SCALE"] = "2.0"
+    fun = lambda x: x * float(os.environ["MICROTOME_TEST_SCALE"]) + float(os.getenv("MICROTOME_TEST_SCALE", "0"))
+    return fun, lambda: os.environ.__setitem__("MICROTOME_TEST_SCALE", "5.0")
+
+
+@scenario("attribute of a module made by hand")
+def _() -> Scenario:
+    settings: Any = types.ModuleType("settings")
+    settings.scale = 2.0
+    return lambda x: x * settings.scale, lambda: setattr(settings, "scale", 5.0)
+
+
 @scenario("default argument rebound")
 def _() -> Scenario:
     def fun(x: torch.Tensor, scale: Any = 2.0) -> torch.Tensor:
@@ -602,7 +608,6 @@ SEVERAL = {
         lambda c: weakref.ref(c[0])().scale,
         lambda c: setattr(c[0], "scale", 5.0),
     ),
-    "iterator": lambda: (itertools.cycle([2.0, 5.0]), lambda c: copy.copy(c).__next__(), lambda c: next(c)),
     "param groups of an optimizer": lambda: (
         torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=2.0),
         lambda c: c.param_groups[0]["lr"],
@@ -1630,6 +1635,36 @@ def _() -> Any:
     return fun, lambda: 0, "numbers"
 
 
+@pytest.mark.parametrize("kind", ["captured", "in a list", "attribute", "global"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (i for i in range(9)),
+        lambda: iter([1, 2, 3]),
+        lambda: zip([1, 2], [3, 4], strict=True),
+        lambda: map(abs, [1, 2]),
+        lambda: enumerate([1, 2]),
+        lambda: itertools.cycle([1, 2]),
+        lambda: reversed([1, 2]),
+    ],
+    ids=["generator", "list", "zip", "map", "enumerate", "cycle", "reversed"],
+)
+def test_an_iterator_is_refused_by_name_and_not_moved(make: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = make()
+    holder = types.SimpleNamespace(stream=stream)
+    streams = [stream]
+    monkeypatch.setitem(globals(), "STREAM", stream)
+    fun = {
+        "captured": lambda x: x * len(str(next(stream))),
+        "in a list": lambda x: x * len(str(next(streams[0]))),
+        "attribute": lambda x: x * len(str(next(holder.stream))),
+        "global": lambda x: x * len(str(next(STREAM))),  # type: ignore[name-defined]  # noqa: F821
+    }[kind]
+    with pytest.raises(TypeError, match=r"(?i)stream.* is an iterator"):
+        _through(fun)(_x())
+    assert next(stream) == next(make())
+
+
 @state("deque that rotates")
 def _() -> Any:
     numbers = collections.deque([1, 2, 3])
@@ -1659,6 +1694,23 @@ def _() -> Any:
         m.weight.copy_(torch.eye(3))
     m.register_forward_hook(lambda m, args, out: seen.update(out=out.detach()))
     return m, lambda: dict(seen), "seen"
+
+
+def _draws(numbers: Any) -> Any:
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        return x * float(numbers.normal())
+
+    return fun, lambda: str(numbers.bit_generator.state if hasattr(numbers, "bit_generator") else numbers.get_state())
+
+
+@state("running random generator of NumPy")
+def _() -> Any:
+    return (*_draws(np.random.default_rng(0)), "generator")
+
+
+@state("running random state of NumPy")
+def _() -> Any:
+    return (*_draws(np.random.RandomState(0)), "generator")
 
 
 @state("running random generator of Python")
@@ -1906,10 +1958,6 @@ def _lives() -> dict[str, Callable[[torch.Tensor], Any]]:
         thing = torch.optim.SGD([w.requires_grad_()], lr=0.1)
         return lambda x: x * thing.param_groups[0]["lr"]
 
-    def in_generator(w: torch.Tensor) -> Any:
-        thing = itertools.repeat(w)
-        return lambda x: x * next(thing)
-
     def in_array(w: torch.Tensor) -> Any:
         thing = np.empty(1, dtype=object)
         thing[0] = w
@@ -2016,6 +2064,7 @@ def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(c) for c in caches] == [4, 4]
 
 
+@pytest.mark.slow
 def test_functions_that_are_gone_leave_no_compiled_program_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     _small_caches(monkeypatch)
     client = jax.devices("cpu")[0].client

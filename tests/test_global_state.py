@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _SNAPSHOT = """
 import os, random, sys, warnings
 import numpy as np
@@ -66,6 +68,7 @@ assert after == before, [k for k in before if before[k] != after[k]]
     )
 
 
+@pytest.mark.slow
 def test_torchax_is_the_users_to_import() -> None:
     """On a torch that torchax cannot stand, it fails the same way with microtome loaded; else it does its own work."""
     attempt = """

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+import jax_privacy
 import optax
 import pytest
 import torch
 from torch import nn
 
+from microtome import torch_api
 from microtome.bridge import as_jax, as_torch, jax_function, lift, to_jax
 
 func = torch.func
@@ -882,3 +884,46 @@ def test_a_mistake_is_an_error_that_names_it(name: str) -> None:
 def test_arrays_of_jax_may_be_mixed_with_tensors() -> None:
     got = lift(lambda f, x, y: f(x, y))(torch.mul, X, to_jax(W))
     _same(got, X * W)
+
+
+# Transforms of other libraries on a torch loss
+
+
+def _classifier() -> tuple[Any, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(func.functional_call(model, params, (x,)), y)
+
+    return loss, params, torch.randn(6, 4), torch.randint(3, (6,))
+
+
+def test_micro_vmap_of_optax_agrees_with_ours() -> None:
+    loss, params, x, y = _classifier()
+    theirs = lift(optax.microbatching.micro_vmap)(loss, in_axes=(None, 0, 0), microbatch_size=2)
+    ours = torch_api.micro_vmap(loss, in_axes=(None, 0, 0), microbatch_size=2)
+    _same(theirs(params, x, y), ours(params, x, y))
+    _same(theirs(params, x, y), func.vmap(loss, (None, 0, 0))(params, x, y))
+
+
+@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # jax_privacy calls it
+def test_clipped_grad_of_jax_privacy_agrees_with_ours() -> None:
+    loss, params, x, y = _classifier()
+    options = {"l2_clip_norm": 1.3, "batch_argnums": (1, 2), "microbatch_size": 2}
+    theirs = lift(jax_privacy.clipping.clipped_grad)(loss, return_values=True, return_grad_norms=True, **options)
+    assert theirs.l2_norm_bound == 1.3  # what it knows of the function stays with it
+    grads, aux = theirs(params, x, y)
+
+    def clip(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        norm = torch.stack([g.norm() for g in grads.values()]).norm()
+        return {name: g * (1.3 / norm).clamp(max=1) for name, g in grads.items()}
+
+    norm = lambda grads: torch.stack([g.norm() for g in grads.values()]).norm()
+    expected, ours = torch_api.micro_grad(
+        loss, batch_argnums=(1, 2), microbatch_size=2, transform_fn=clip, metrics_fn=norm
+    )(params, x, y)
+    assert 0 < (aux.grad_norms > 1.3).sum() < 6  # some are clipped
+    _same(grads, expected)
+    _same(aux.values, ours.values)
+    _same(aux.grad_norms, ours.metrics)

@@ -50,17 +50,20 @@ def _flat(step: Callable[[int], None], steps: int, warm: int) -> None:
         step(i)
     before, resident = _counts(), _resident()
     tracemalloc.start()
-    for i in range(3):
-        step(i)
+    # It goes on counting some of what C++ code has freed, until the address is used again: after some hundred steps
+    # that amounts to 90 kB, which then stay. Growth is what the second half of the steps adds.
+    for i in range(steps // 2):
+        step(warm + i)
+    gc.collect()
     start = tracemalloc.get_traced_memory()[0]
-    for i in range(steps):
+    for i in range(steps // 2, steps):
         step(warm + i)
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - start
     tracemalloc.stop()
     after = _counts()
     assert after == {k: min(v, before[k]) for k, v in after.items()}
-    assert grown < 64 * 1024, f"{grown / steps:.0f} bytes a step"
+    assert grown < 24 * 1024, f"{grown / (steps // 2):.0f} bytes a step"
     assert _resident() - resident < 16 * 2**20
 
 
@@ -74,7 +77,6 @@ def _clip(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="failed at the end of a session; cause not yet known")
 def test_a_thousand_training_steps_with_clipped_gradients() -> None:
     model = _net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -192,12 +194,12 @@ def _static() -> Callable[[int], None]:
     return lambda i: (call(torch.randn(3), {"n": i % 3, "name": str(i % 2)}), None)[1]
 
 
-_SLOW = ("a gradient penalty", "dropout", "microbatches", "a lambda made in each step")
+_SLOW = ("refused functions", "a gradient penalty", "dropout", "microbatches", "a lambda made in each step")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in STEPS])
 def test_many_steps_take_no_more_memory_than_a_few(name: str) -> None:
-    _flat(STEPS[name](), 10 if name == "refused functions" else 60, 8)
+    _flat(STEPS[name](), 80 if name == "refused functions" else 60, 8)
 
 
 @pytest.mark.parametrize("need", [False, True])

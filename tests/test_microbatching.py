@@ -232,6 +232,7 @@ def test_weighted_mean_of_examples(vmap_fn):
     assert_same(actual, jax.grad(lambda w: token_loss(w, x, MASK)[0])(w))
 
 
+@pytest.mark.slow
 def test_weighted_mean_of_nothing_is_zero():
     x = data(4, 3)
     fun = lambda w: microbatch(token_loss, (1, 2), 2, weighted_mean())(w, x, jnp.zeros(4))
@@ -239,6 +240,7 @@ def test_weighted_mean_of_nothing_is_zero():
     assert (value, weight, abs(slope).max()) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_weighted_mean_beside_other_accumulators():
     w, x = data(3, 2), data(6, 3, seed=1)
 
@@ -359,6 +361,7 @@ def test_per_example_gradients(rows, size, accumulator, partition, transform):
     assert_same(aux, Aux(values, metrics, None))
 
 
+@pytest.mark.slow
 def test_gradient_trees():
     x, y = data(4, 3), data(4, seed=1)
     fun = lambda w, x, y, *, z: (((x @ w - y) ** 2).sum() + z.sum(), {"shape": jnp.array(x.shape), "z": z})
@@ -378,6 +381,7 @@ def test_gradient_trees():
                 (x.mean(0), jnp.float32(4)))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_random_functions_do_not_depend_on_the_cut():
     keys, w = jax.random.split(jax.random.key(0), 6), jnp.ones(3)
     draw = lambda key: jax.random.normal(key, (3,))

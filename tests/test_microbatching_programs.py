@@ -19,6 +19,7 @@ def energy(w, x):
     return jnp.sum(jnp.tanh(x @ w) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_composes_with_other_transforms(partition):
     w, x = data(3, 3), data(7, 3, seed=1)
@@ -31,6 +32,7 @@ def test_composes_with_other_transforms(partition):
     assert_same(jax.vmap(run, (None, 0))(w, many), jax.vmap(energy, (None, 0))(w, many))
 
 
+@pytest.mark.slow
 def test_nests():
     w, x = data(3, 3), data(7, 3, seed=1)
     many = jnp.stack([x, 2 * x])
@@ -46,6 +48,7 @@ def test_nests():
     assert_same(jax.jit(outer)(w), jax.grad(lambda w: jax.grad(energy)(w, x).sum())(w))
 
 
+@pytest.mark.slow
 def test_early_stop_composes():
     w, x = data(3, 3), data(7, 3, seed=1)
     run = lambda w, x, n: microbatch(energy, 1, 2, num_real_microbatches=n, remainder="run", partition="contiguous")(
@@ -69,6 +72,7 @@ def test_custom_derivatives_survive():
     assert_same(jax.grad(lambda w, x: pair(w, x)[0], (0, 1))(w, x), (2 * w, 1.5 * x))
 
 
+@pytest.mark.slow
 def test_needs_no_implicit_promotion():
     fun = lambda x: (x.sum(), x.mean(), x.mean(), x, (x.mean(), x[0, 0] > 0))
     how = (SUM, MEAN, RUNNING_MEAN, CONCAT, weighted_mean())
@@ -130,6 +134,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_memory_is_flat_in_the_number_of_microbatches(variant):
     w, few, many = data(WIDTH, WIDTH), data(4 * 16, WIDTH), data(32 * 16, WIDTH)
@@ -164,6 +169,7 @@ def test_one_scan_whatever_the_number():
     assert "microbatch" in jax.jit(microbatch(energy, 1, 2)).lower(data(3, 3), data(6, 3)).as_text(debug_info=True)
 
 
+@pytest.mark.slow
 def test_sharded_batches():
     """In a process of its own, since the number of CPU devices is fixed when JAX starts."""
     code = """if True:

@@ -199,6 +199,7 @@ SUPPORTED: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 def test_draws_stay_within_their_support() -> None:
     """All in one program: the names say which is wrong."""
     drawn = _through(lambda x: {name: draw() + 0 * x.long() for name, draw in SUPPORTED.items()})(torch.zeros(()))

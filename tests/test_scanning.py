@@ -118,6 +118,7 @@ def test_derivatives(scan, options):
     assert_same(second(ours), second(plain))
 
 
+@pytest.mark.slow
 def test_equals_powerpax():
     init, xs = case(7)
     for ours, theirs in ((sliced_scan, powerpax.sliced_scan),

@@ -646,6 +646,75 @@ def test_what_is_asked_of_a_tensor_is_answered_as_in_torch_or_refused_with_the_l
         torch.testing.assert_close(got, fun(x))
 
 
+# Indices that are single numbers: in torch a view, and its row is known only when the program runs
+
+
+def _adds_to_a_row(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[i] += 1
+    y[i, 1] = torch.ones(4)
+    y[1, i] = x[0, 0]
+    y[i] = 2.0 * y[i]
+    return y
+
+
+def _writes_to_what_it_read(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[i].view(-1)[0] = 7
+    return y
+
+
+def _reads_and_then_writes(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    row = y[i]
+    y.mul_(2)
+    return row
+
+
+NUMBERED: dict[str, Fun] = {
+    "first": lambda x, i: x[i],
+    "with a number": lambda x, i: x[i, 1],
+    "second": lambda x, i: x[:, i],
+    "last": lambda x, i: x[..., i],
+    "several": lambda x, i: x[i, ..., i],
+    "new axes": lambda x, i: x[None, i, None, :, i],
+    "with a slice": lambda x, i: x[i, 0:2, ::2],
+    "between lists": lambda x, i: x[[0, 1], :, i],
+    "before a list": lambda x, i: x[i, [0, 1]],
+    "among tensors": lambda x, i: x[torch.tensor([0, 1]), i, torch.tensor([1, 2])],
+    "of a row": lambda x, i: x[i][i][i],
+    "negative": lambda x, i: x[i - 3],
+    "in a map": lambda x, i: torch.func.vmap(lambda j: x[j, i])(torch.arange(3) + i - 1),
+    "of a loss": lambda x, i: -F.log_softmax(x[0, 0], 0)[i],
+    "assigned": _adds_to_a_row,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_an_index_that_is_a_number_of_the_arguments(name: str) -> None:
+    x, i = torch.randn(5, 3, 4), torch.tensor(2)
+    call, fun = _through(NUMBERED[name]), NUMBERED[name]
+    ours, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, expected = call(ours, i), fun(plain, i)
+    assert torch.equal(got, expected)
+    got.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+    assert torch.equal(call(x, torch.tensor(1)), fun(x, torch.tensor(1)))
+
+
+@pytest.mark.parametrize("fun", [_writes_to_what_it_read, _reads_and_then_writes])
+def test_a_row_is_a_view_in_torch_and_a_write_through_it_is_refused(fun: Fun) -> None:
+    with pytest.raises(TypeError, match=r"test_semantics\.py:\d+: the function reads tensor\[index\]"):
+        _through(fun)(torch.randn(5, 3, 4), torch.tensor(2))
+
+
+@pytest.mark.parametrize("index", [5, -6])
+def test_a_number_out_of_range_raises(index: int) -> None:
+    with pytest.raises(IndexError, match="out of range"):
+        _through(lambda x, i: x[i])(torch.randn(5, 3), torch.tensor(index))
+
+
 # Memory of a checkpoint
 
 
@@ -668,6 +737,7 @@ def _twice(block: Fun, t: torch.Tensor, reentrant: bool) -> Any:
     return checkpoint(block, checkpoint(block, t, use_reentrant=reentrant), use_reentrant=reentrant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_keeps_no_intermediates(reentrant: bool) -> None:
     def block(t: torch.Tensor) -> torch.Tensor:

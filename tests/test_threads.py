@@ -59,6 +59,7 @@ def _together(jobs: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 def test_eight_threads_trace_different_functions() -> None:
     x = torch.linspace(-1, 1, 5)
     nets = [nn.Sequential(nn.Linear(5, 4), nn.Tanh()) for _ in range(2)]
@@ -266,6 +267,7 @@ GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[], float]]] = {
 _GENERATORS_WRONG = dict.fromkeys(GENERATORS, "a trace puts the generators of all threads back")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _params(GENERATORS, _GENERATORS_WRONG))
 def test_numbers_drawn_elsewhere_during_a_trace_do_not_come_again(name: str) -> None:
     seed, draw = GENERATORS[name]

@@ -3,15 +3,22 @@
 import gc
 import re
 
+import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
 from torch import nn
 from torch.func import functional_call
 from torch_cases import assert_same, data
 
+from microtome import jax_impl
 from microtome import torch_api as mt
+from microtome.bridge import as_jax, to_jax
+
+FEW = settings(derandomize=True, deadline=None, max_examples=5, database=None)
 
 
 def tree(dtype=torch.float32):
@@ -49,6 +56,35 @@ def test_equal_torch_func(pieces):
     assert_same(mt.jacobian(outer, tree(), **pieces, mode="reverse")[0], J)
 
 
+SIZES = st.sampled_from([1, 2, 3, 7, 9, 20])  # one, odd, all seven columns, all nine rows, more than there are
+
+
+@FEW
+@given(
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    mode=st.sampled_from(["auto", "forward", "reverse"]),
+    rows=st.integers(1, 4),
+    size=SIZES,
+    checkpoint=st.booleans(),
+)
+def test_jacobian_equals_torch_func(dtype, mode, rows, size, checkpoint):
+    f = lambda x: torch.outer(x["b"], x["b"].exp())[:, :rows] * x["a"][0][0, 1] + x["a"][0].sum()
+    x = tree(dtype)
+    matrix, unflatten = mt.jacobian(f, x, checkpoint=checkpoint, batch_size=size, mode=mode)
+    assert_same(matrix, torch.func.jacrev(of_vector(f))(flat(x)))
+    assert_same(unflatten(flat(x)), x, exact=True)
+
+
+@FEW
+@given(dtype=st.sampled_from([torch.float32, torch.float64]), size=SIZES, checkpoint=st.booleans())
+def test_hessian_equals_torch_func(dtype, size, checkpoint):
+    x = tree(dtype)
+    matrix, _ = mt.hessian(scalar, x, checkpoint=checkpoint, batch_size=size)
+    assert_same(matrix, torch.func.hessian(of_vector(scalar))(flat(x)))
+    assert_same(matrix, matrix.T)
+
+
+@pytest.mark.slow
 def test_double_precision():
     x = tree(torch.float64)
     expected = torch.func.hessian(of_vector(scalar))(flat(x))
@@ -63,6 +99,20 @@ def test_mixed_dtypes_and_numbers():
     expected[:, 3] = expected[3]
     assert_same(matrix, expected)
     assert_same(unflatten(torch.tensor([3.0, 1.0, 1.0, 2.0])), x | {"f": torch.tensor(2.0)}, exact=True)
+
+
+def test_memory_of_pairs_of_points_follows_the_block():
+    points, x = 40, data(40, 3)
+    energy = lambda x: ((x[:, None] - x[None]).pow(2).sum(-1) + torch.eye(points)).sqrt().sum()
+    traced, pairs = as_jax(energy), 4 * 3 * points**2  # bytes of all differences
+
+    def used(size):
+        program = jax.jit(lambda x: jax_impl.hessian(traced, x, batch_size=size)[0]).lower(to_jax(x)).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    for size in (1, 4, 16, 120):
+        assert used(size) < (size + 5) * pairs
+    assert used(16) > 4 * pairs  # the measure sees a block
 
 
 def test_blocks():
@@ -140,6 +190,7 @@ def test_compiled_once():
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_what_was_linearised_outlives_the_function():
     for _ in range(2):  # the second time, the first one's programs serve
         multiply, blocks = mt.hvp(lambda x: (x**3).sum(), data(3)), mt.hessian_blocks(lambda x: (x**3).sum(), data(3))
@@ -148,6 +199,7 @@ def test_what_was_linearised_outlives_the_function():
         assert_same(next(blocks)[1], torch.diag(6 * data(3)))
 
 
+@pytest.mark.slow
 def test_dropout_is_one_mask_for_all_columns():
     f = lambda x: F.dropout(x**2, 0.5).sum()
     for options in ({"batch_size": 3}, {"batch_size": 3, "out": torch.empty(16, 16)}):
@@ -176,6 +228,7 @@ def test_out_of_any_kind(mode, tmp_path):
     assert_same(one, torch.func.grad(of_vector(scalar))(flat(tree())))
 
 
+@pytest.mark.slow
 def test_progress(capsys):
     assert_same(mt.hessian(scalar, tree(), batch_size=3, progress=True)[0], H)
     assert "3/3" in capsys.readouterr().err

@@ -30,17 +30,35 @@ def test_equals_vmap(length, chunk, dtype):
     assert_same(actual, torch.func.vmap(example, *dims)(x, data(4, dtype=dtype)))
 
 
-@pytest.mark.xfail(
-    raises=ValueError, reason="the bridge maps all outputs of a traced function if one of its inputs is mapped"
-)
 def test_what_does_not_depend_on_the_example_comes_back_once():
     fun, dims = lambda x, w: (x * w, w.sum()), ((0, None), (0, None))
     assert_same(mt.chunked_vmap(fun, 3, *dims)(data(7), data(1)), torch.func.vmap(fun, *dims)(data(7), data(1)))
+    ours, plain = (data(1).requires_grad_() for _ in range(2))
+    sum(part.sum() for part in mt.chunked_vmap(fun, 3, *dims)(data(7), ours)).backward()
+    sum(part.sum() for part in torch.func.vmap(fun, *dims)(data(7), plain)).backward()
+    assert_same(ours.grad, plain.grad)
 
 
 def test_an_empty_batch():
     assert_same(mt.chunked_vmap(lambda x: x * 2, 3)(torch.ones(0, 2)), torch.ones(0, 2))
     assert_same(mt.chunked_vmap(lambda x: x.sum() > 0, 3)(torch.ones(0, 2)), torch.ones(0, dtype=torch.bool))
+
+
+INDEXED = {
+    "row": lambda table, i: table[i],
+    "element": lambda table, i: table[i, 0],
+    "column": lambda table, i: table[:, i % 3],
+    "beside a list": lambda table, i: table[i, [0, 1]],
+    "beside None": lambda table, i: table[i, None],
+    "short integer": lambda table, i: table[i.to(torch.int32)],
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_example_may_be_an_index(name):
+    fun, rows = INDEXED[name], torch.tensor([0, 3, 3])
+    expected = torch.func.vmap(fun, (None, 0))(data(5, 3), rows)
+    assert_same(mt.chunked_vmap(fun, 2, (None, 0))(data(5, 3), rows), expected, exact=True)
 
 
 def test_both_spellings():
@@ -73,6 +91,7 @@ def test_a_module_trains():
         expected = [x.grad, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_dropout_draws_for_each_example_whatever_the_chunk():
     drop = lambda x: F.dropout(x, 0.5)
 

@@ -357,6 +357,7 @@ def test_an_accumulator_with_a_gradient_and_a_captured_tensor():
     assert fun(x).tolist() == [27.0, 15.0]
 
 
+@pytest.mark.slow
 def test_sums_in_half_precision_do_not_stall():
     ones = torch.ones(1000, 1, dtype=torch.bfloat16)
     for size in (1, 7):
@@ -405,6 +406,7 @@ def test_micro_vmap_maps_keywords_and_shares_python_values():
     assert_same(mapped({"b": x, "a": y[0]}), x * y[0])
 
 
+@pytest.mark.slow
 def test_modules_methods_and_jax_functions_can_be_mapped():
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
@@ -495,6 +497,7 @@ def test_argnums(argnums, batch_argnums, keep):
     assert_same(grads, expected)
 
 
+@pytest.mark.slow
 def test_ways_to_call():
     def loss(params, batch, scale=1.0, *, weights=None, power=2):
         value = ((params * batch).sum() * scale) ** power
@@ -639,6 +642,7 @@ class TiedWeights(nn.Module):
         return self.out(self.embed(ids))
 
 
+@pytest.mark.slow
 def test_tied_weights():
     torch.manual_seed(0)
     model, ids = TiedWeights(), torch.tensor([0, 3, 3])
@@ -659,6 +663,13 @@ def test_tied_weights():
     both, _ = mt.micro_grad(apart, microbatch_size=2)(named, ids)
     assert list(both) == ["embed.weight", "out.weight"]
     assert_same(both["embed.weight"] + both["out.weight"], grads["embed.weight"])
+
+
+def test_tied_weights_of_single_tokens():
+    table, ids = data(5, 3), torch.tensor([0, 3, 3])
+    loss = lambda p, i: F.cross_entropy(p["E"][i] @ p["E"].T, i)
+    expected = summed(loop_of_grads(loss, {"E": table}, ids, keep=False)[0])
+    assert_same(mt.micro_grad(loss, microbatch_size=2, keep_batch_dim=False)({"E": table}, ids)[0], expected)
 
 
 class LastState(nn.Module):
@@ -701,7 +712,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+_SLOW_MODELS = ("gru", "attention", "cnn")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW_MODELS else n for n in MODELS])
 def test_models(name):
     torch.manual_seed(0)
     make, batch = MODELS[name]
@@ -719,6 +733,7 @@ def test_models(name):
     assert model(x).shape[0] == len(x)  # the module works as before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "gru"])
 def test_microbatch_of_a_model_trains_it(name):
     torch.manual_seed(0)
@@ -901,6 +916,7 @@ def test_what_an_example_draws_does_not_depend_on_the_cut(transform, options):
     assert masks(call, *args, seed=3) == masks(other, *args, seed=3)
 
 
+@pytest.mark.slow
 def test_dropout_modules_draw_per_example_too():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Dropout(0.5), nn.Identity())
@@ -988,6 +1004,7 @@ def test_a_lambda_defined_in_each_step_traces_once():
     assert len(set(counts)) == 1
 
 
+@pytest.mark.slow
 def test_a_training_flag_traces_again():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5))
@@ -1082,6 +1099,7 @@ def test_memory_is_flat_in_the_number_of_microbatches():
     assert many <= 1.1 * few
 
 
+@pytest.mark.slow
 def test_memory_of_backward_is_flat_too():
     w = data(64, 64).requires_grad_()
 
@@ -1096,6 +1114,23 @@ def test_memory_of_backward_is_flat_too():
         return forward.temp_size_in_bytes + backward.temp_size_in_bytes
 
     assert peak(64) <= 1.1 * peak(4)
+
+
+def test_micro_vmap_keeps_of_an_example_nothing_but_itself_for_backward():
+    w = data(32, 32).requires_grad_()
+    deep = lambda row: torch.tanh(torch.tanh(torch.tanh(row @ w) @ w) @ w).sum()
+    x = data(64, 32, seed=1)
+
+    def peak(call):
+        program = call.compiled(x)
+        forward, backward = program.memory_analysis(), program._backward.memory_analysis()
+        return max(forward.temp_size_in_bytes, backward.temp_size_in_bytes) + forward.output_size_in_bytes
+
+    sliced = peak(mt.micro_vmap(deep, microbatch_size=4))
+    assert sliced < 0.5 * peak(mt.micro_vmap(deep, microbatch_size=64))
+    layers = 3 * 4 * 64 * 32  # what backward needs of all examples
+    assert sliced < layers
+    assert peak(mt.chunked_vmap(deep, 4)) > layers  # it says so: a chunk is not computed a second time
 
 
 # --- autograd -------------------------------------------------------------------------------------------------------
@@ -1185,6 +1220,7 @@ GRADCHECKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GRADCHECKED)
 def test_gradcheck(case):
     if case == "microbatch":

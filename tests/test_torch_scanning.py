@@ -105,6 +105,7 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(total, data(2, dtype=torch.float64).requires_grad_())
 
 
+@pytest.mark.slow
 def test_dropout_draws_in_each_step_and_the_same_when_computed_again():
     drop = lambda c, x: (c + F.dropout(x, 0.5), F.dropout(x, 0.5))
     ones = torch.ones(6, 8)

@@ -1,10 +1,12 @@
 """Memory-saving transforms for torch functions and modules, executed by XLA."""
 
-from ..bridge import as_jax, as_torch, jax_function, lift, to_jax, to_torch
+from ..bridge import as_jax, as_torch, jax_function, lift, share_gpu_memory, to_jax, to_torch
 from ..jax_impl import Aux, ClippedAux, Explanation, Static
 from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .chunking import chunked_vmap
 from .clipping import clip_by_global_norm, clipped_backward, clipped_grad, global_norm, rescale_by_norm
+from .comparison import compare
+from .mapping import Source, propose_mapping
 from .microbatching import (
     AccumulationType,
     Accumulator,
@@ -15,6 +17,7 @@ from .microbatching import (
     reshape_batch_axis,
     weighted_mean,
 )
+from .report import Report
 from .scanning import checkpoint_chunked_scan, sliced_scan
 
 __all__ = [
@@ -23,6 +26,8 @@ __all__ = [
     "Aux",
     "ClippedAux",
     "Explanation",
+    "Report",
+    "Source",
     "Static",
     "as_jax",
     "as_torch",
@@ -32,6 +37,7 @@ __all__ = [
     "clip_by_global_norm",
     "clipped_backward",
     "clipped_grad",
+    "compare",
     "global_norm",
     "hessian",
     "hessian_blocks",
@@ -44,8 +50,10 @@ __all__ = [
     "micro_grad",
     "micro_vmap",
     "microbatch",
+    "propose_mapping",
     "rescale_by_norm",
     "reshape_batch_axis",
+    "share_gpu_memory",
     "sliced_scan",
     "to_jax",
     "to_torch",

@@ -19,8 +19,8 @@ aten = torch.ops.aten
 
 @lowering("aten.digamma")
 def digamma(x: Array) -> Array:
-    """torchax rounds to float32."""
-    return jax.scipy.special.digamma(x)
+    """torchax rounds to float32, and JAX gives NaN at zero."""
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jax.scipy.special.digamma(x)).astype(x.dtype)
 
 
 @lowering("aten.lgamma")
@@ -33,15 +33,16 @@ def lgamma(x: Array) -> Array:
 def polygamma(n: int, x: Array) -> Array:
     """Below zero by reflection: XLA's zeta function leaves out terms there."""
     if n == 0:
-        return jax.scipy.special.digamma(x)
+        return digamma(x)
     size = math.factorial(n) if n < 171 else math.inf
 
     def above(x: Array) -> Array:
         return (1 if n % 2 else -1) * size * jax.scipy.special.zeta(n + 1.0, x)
 
-    pole = (x <= 0) & (x == jnp.floor(x))
+    pole = (x <= 0) & (x == jnp.floor(x)) & jnp.isfinite(x)
     reflected = (-1) ** n * above(1 - x) - jnp.pi * _cotangent_derivative(n, x)
-    return jnp.where(pole, jnp.inf if n % 2 else -jnp.inf, jnp.where(x < 0, reflected, above(x)))
+    finite = jnp.where(x < 0, reflected, jnp.where(x == jnp.inf, 0, above(x)))
+    return jnp.where(pole, jnp.inf if n % 2 else -jnp.inf, finite)
 
 
 def _cotangent_derivative(n: int, x: Array) -> Array:
@@ -76,6 +77,48 @@ def _torchax(op: Any, *args: Any, **kwargs: Any) -> Any:
     table = from_torchax(op)
     assert table is not None
     return table(*args, **kwargs)
+
+
+def _numbers(mask: Array, dtype: Any) -> Array:
+    """A mask as ones and zeros: by the conversion, XLA would take a product with it for a selection, inf * 0 for 0."""
+    return jnp.where(mask, jnp.ones((), dtype), jnp.zeros((), dtype))
+
+
+@lowering("aten.mul.Tensor", results=True)
+def mul(x: Any, y: Any, *, results: Any) -> Array:
+    dtype = jax_dtype(results[0].dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        x, y = (_numbers(v, dtype) if getattr(v, "dtype", None) == np.bool_ else v for v in (x, y))
+    return _torchax(aten.mul.Tensor, x, y)
+
+
+@lowering("aten._to_copy", results=True)
+def to_copy(x: Array, *, results: Any, **kwargs: Any) -> Array:
+    dtype = jax_dtype(results[0].dtype)
+    if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
+        return _numbers(x, dtype)
+    return x.astype(dtype)
+
+
+@lowering("aten.sign", "aten.sgn")
+def sign(x: Array) -> Array:
+    """That of NaN is zero in torch, and so is the gradient of ``abs`` there."""
+    return jnp.sign(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else jnp.where(x != x, 0, jnp.sign(x))
+
+
+@lowering("aten.angle")
+def angle(x: Array) -> Array:
+    """torchax gives pi for -0."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.angle(x)
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+    return jnp.where(x < 0, jnp.pi, jnp.where(x != x, x, 0)).astype(dtype)
+
+
+@lowering("aten.softshrink_backward")
+def softshrink_backward(g: Array, x: Array, limit: Any) -> Array:
+    """torchax gives zero at NaN."""
+    return jnp.where((x >= -limit) & (x <= limit), 0, g)
 
 
 @lowering("aten.pow.Tensor_Scalar", results=True)

@@ -181,6 +181,14 @@ def floor_divide(input: Any, other: Any) -> Any:
     return torch.div(input, other, rounding_mode="floor")
 
 
+def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """As ``F.one_hot``, which does not check its classes where it compares them, as it does in a trace."""
+    if num_classes < 1:
+        return F.one_hot(tensor, num_classes)
+    classes = torch.arange(num_classes, device=tensor.device)
+    return (classes.index_select(0, tensor.reshape(-1)).reshape(tensor.shape).unsqueeze(-1) == classes).long()
+
+
 def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
     """As ``F.linear_cross_entropy``; how it is cut into chunks is left to XLA."""
     return F.linear_cross_entropy(*args, **kwargs)
@@ -200,4 +208,5 @@ REPLACEMENTS: dict[Any, Any] = {
     F.ctc_loss: ctc_loss,
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
+    F.one_hot: one_hot,
 }

@@ -33,6 +33,14 @@ def multilabel_margin_loss_backward(g: Array, x: Array, target: Array, reduction
     return pull(g.reshape(loss.shape))[0].reshape(x.shape)
 
 
+@lowering("aten.smooth_l1_loss_backward")
+def smooth_l1_loss_backward(g: Array, x: Array, target: Array, reduction: int, beta: float) -> Array:
+    """torch's decomposition gives zero at NaN."""
+    d = x - target
+    slope = jnp.where(d <= -beta, -1, jnp.where(d >= beta, 1, d / beta))
+    return g * slope / d.size if reduction == 1 else g * slope
+
+
 @lowering("microtome.ctc_loss")
 def ctc_loss(
     log_probs: Array, targets: Array, steps: Array, labels: Array, blank: int, zero_infinity: bool

@@ -26,6 +26,57 @@ def _scatter_to_maxima(g: Array, x: Array, indices: Array, spatial: int) -> Arra
     return flat.at[rows, indices.reshape(planes, -1)].add(g.reshape(planes, -1)).reshape(x.shape)
 
 
+def _each(value: Any, n: int) -> list[int]:
+    """One number for each axis, from what torch takes for that."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * n if len(values) == 1 else values
+
+
+@lowering("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices", results=True)
+def max_pool(
+    x: Array,
+    kernel: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    *,
+    results: Any,
+) -> tuple[Array, Array]:
+    """torchax names an element outside of the window where all of it is -inf, and another than NaN where one is."""
+    n = len(kernel)
+    out, sizes = results[0].shape[-n:], x.shape[-n:]
+    kernel, padding, dilation = _each(kernel, n), _each(padding, n), _each(dilation, n)
+    stride = _each(stride, n) if stride else kernel
+    ends = [(o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(out, stride, kernel, dilation, strict=True)]
+    pads = [(p, max(e - p - size, 0)) for e, p, size in zip(ends, padding, sizes, strict=True)]
+    lead = x.ndim - n
+    flat = jnp.broadcast_to(jnp.arange(math.prod(sizes)).reshape(sizes), x.shape)
+
+    def best(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+        (i, a), (j, b) = one, other
+        # The first of those that are equal, the last of several NaN; -1 is no element.
+        is_better = jnp.where((a != a) & (b != b), j > i, (b != b) | (b > a) | ((b == a) & (j < i)))
+        wins = ((j >= 0) & is_better) | (i < 0)
+        return jnp.where(wins, j, i), jnp.where(wins, b, a)
+
+    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    ones, none = (1,) * lead, ((0, 0),) * lead
+    index, _ = jax.lax.reduce_window(
+        (flat, jax.lax.stop_gradient(x)),
+        (jnp.full((), -1, flat.dtype), jnp.asarray(lowest, x.dtype)),
+        best,
+        (*ones, *kernel),
+        (*ones, *stride),
+        (*none, *pads),
+        window_dilation=(*ones, *dilation),
+    )
+    index = index[(..., *(slice(o) for o in out))]
+    rows = x.reshape(*x.shape[:lead], -1)
+    values = jnp.take_along_axis(rows, index.reshape(*x.shape[:lead], -1), -1)
+    return values.reshape(index.shape), index
+
+
 @lowering("aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward")
 def max_pool_backward(
     g: Array, x: Array, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -68,3 +69,29 @@ def cumprod(x: Array, dim: int, *, dtype: Any = None, results: Any) -> Array:
     """As cumsum."""
     x = x.astype(jax_dtype(results[0].dtype))
     return jnp.cumprod(x, dim) if x.ndim else x
+
+
+def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
+    """The best element up to each place, with its index: the later one of two that are equal, and the last NaN."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    index = jax.lax.broadcasted_iota(jnp.int64, x.shape, dim % x.ndim)
+
+    def later(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        take = (b[0] != b[0]) | ((a[0] == a[0]) & is_better(b[0], a[0]))
+        return jnp.where(take, b[0], a[0]), jnp.where(take, b[1], a[1])
+
+    found: tuple[Array, Array] = jax.lax.associative_scan(later, (x, index), axis=dim % x.ndim)
+    return found
+
+
+@lowering("aten.cummax")
+def cummax(x: Array, dim: int) -> tuple[Array, Array]:
+    """torchax stays at the first NaN."""
+    return _running(x, dim, jnp.greater_equal)
+
+
+@lowering("aten.cummin")
+def cummin(x: Array, dim: int) -> tuple[Array, Array]:
+    """As cummax."""
+    return _running(x, dim, jnp.less_equal)

@@ -1,0 +1,156 @@
+"""One leaf against another: errors, units in the last place, and the verdict that tells rounding from a difference.
+
+The same computation in a finer precision has a smaller error if the error is rounding, and the same error if it is
+none. So both sides run in the dtype that was given and in float64, and an error counts as rounding where it shrinks as
+the unit roundoff does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+
+from ..bridge.values import jax_dtype
+from .report import Row
+
+_EPS = float(np.finfo(np.float64).eps)
+# Errors in float64 below this part of a leaf's largest value are rounding. XLA's and torch's float64 functions are
+# good to about 1e-15, and sums of some thousand terms lose three more digits.
+_ALWAYS = 1e-12
+# How much better float32 may have come off by luck than the ratio of the unit roundoffs says.
+_LUCK = 1e3
+# Where a float64 run computes in a coarser dtype inside, or there is none: roundings of that dtype.
+_ROUNDINGS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """What the float64 run is worth: None without one, else the unit roundoff of the coarsest dtype within."""
+
+    eps: float | None = _EPS
+
+    @property
+    def has_float64(self) -> bool:
+        """Whether there is a float64 run."""
+        return self.eps is not None
+
+
+def as_numpy(value: Any) -> np.ndarray:
+    """A tensor, array or number as a NumPy array of the same dtype, which owns its memory."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().resolve_conj().resolve_neg().cpu()
+        if value.dtype == torch.bfloat16:
+            return value.float().numpy().astype(ml_dtypes.bfloat16)
+        return value.numpy().copy()
+    return np.array(value)
+
+
+def compare_leaf(
+    against: str, section: str, leaf: str, low: tuple[Any, Any], high: tuple[Any, Any] | None, scale: float, exact: Any
+) -> Row:
+    """The row of one leaf: torch's value and JAX's, in the dtype given and in float64.
+
+    Args:
+        against: see :class:`Row`.
+        section: see :class:`Row`.
+        leaf: see :class:`Row`.
+        low: both values in the dtype that was given.
+        high: both values in float64, or None.
+        scale: the largest value of the section's leaves in float64: noise far below it is no difference.
+        exact: the :class:`Precision` of the float64 run.
+    """
+    named = against, section, leaf
+    ours, theirs = as_numpy(low[0]), as_numpy(low[1])
+    if ours.shape != theirs.shape:
+        return Row(*named, "shape", detail=f"{list(ours.shape)} in torch, {list(theirs.shape)} in JAX")
+    if not _same_dtype(low[0], ours.dtype, theirs.dtype):
+        return Row(*named, "dtype", detail=f"{ours.dtype} in torch, {theirs.dtype} in JAX")
+    if ours.size == 0:
+        zero = 0.0 if exact.has_float64 else None
+        return Row(*named, "equal", 0.0, 0.0, 0.0, zero, zero)
+    wide = _wide(ours), _wide(theirs)
+    error = _error(*wide)
+    index = tuple(map(int, np.unravel_index(np.argmax(error), error.shape)))
+    absolute, largest = float(error.max()), _largest(wide[0])
+    eps = _eps(ours.dtype)
+    numbers = absolute, _ratio(absolute, largest), _ulps(*wide, eps)
+    high_error: tuple[float, float] | tuple[None, None] = (None, None)
+    if high is not None:
+        fine = _wide(as_numpy(high[0])), _wide(as_numpy(high[1]))
+        if fine[0].shape != fine[1].shape:
+            return Row(*named, "shape", detail="in float64 only")
+        absolute64, largest = float(_error(*fine).max()), _largest(fine[0])
+        high_error = absolute64, _ratio(absolute64, largest)
+        same = _is_rounding(absolute, absolute64, largest, scale, eps, exact.eps)
+    else:
+        same = absolute <= _ROUNDINGS * max(eps, exact.eps or 0) * max(largest, scale)
+    if np.array_equal(*wide, equal_nan=True) and same:
+        verdict = "equal"
+    else:
+        verdict = "rounding" if same and np.isfinite(absolute) else "different"
+    values = ours[index].item(), theirs[index].item()
+    return Row(*named, verdict, *numbers, high_error[0], high_error[1], index, values[0], values[1])
+
+
+def largest_value(values: Any) -> float:
+    """The largest finite absolute value of the leaves, 0 without any."""
+    arrays = map(as_numpy, values)
+    return max((_largest(_wide(array)) for array in arrays if array.size), default=0.0)
+
+
+def _is_rounding(low: float, high: float, largest: float, scale: float, eps: float, inner: float) -> bool:
+    if not np.isfinite(high):
+        return False
+    allowed = max(_ALWAYS * largest, 100 * _EPS * scale)
+    if np.isfinite(low) and eps > 0:
+        allowed = max(allowed, _LUCK * low * _EPS / eps)
+    if inner > _EPS:
+        allowed = max(allowed, _ROUNDINGS * inner * max(largest, scale))
+    return high <= allowed
+
+
+def _same_dtype(ours: Any, one: np.dtype[Any], two: np.dtype[Any]) -> bool:
+    """JAX without 64-bit types returns int32 for torch's int64, which is no fault of a port."""
+    if isinstance(ours, torch.Tensor):
+        one = np.dtype(jax_dtype(ours.dtype))
+    return one == two or (not jax.config.read("jax_enable_x64") and jax.dtypes.canonicalize_dtype(one) == two)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind in "iub":
+        return array.astype(np.int64) if array.dtype != np.uint64 else array.astype(np.float64)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _error(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.asarray(np.abs(ours - theirs), np.float64)
+    error = np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, error)
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def _largest(array: np.ndarray) -> float:
+    sizes = np.abs(array)
+    return float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))
+
+
+def _ratio(error: float, largest: float) -> float:
+    return error / largest if largest > 0 else (0.0 if error == 0 else np.inf)
+
+
+def _eps(dtype: np.dtype[Any]) -> float:
+    return 0.0 if dtype.kind in "iub" else float(ml_dtypes.finfo(dtype).eps)
+
+
+def _ulps(ours: np.ndarray, theirs: np.ndarray, eps: float) -> float | None:
+    """The largest error in units of the last place of the larger value."""
+    if eps == 0:
+        return None
+    error, size = _error(ours, theirs), np.maximum(np.abs(ours), np.abs(theirs))
+    size = np.where(np.isfinite(size) & (size > 0), size, 1.0)
+    return float(np.max(np.where(error == 0, 0.0, error / (eps * 2.0 ** np.floor(np.log2(size))))))
