@@ -104,3 +104,12 @@ def test_private_digits_refuses_what_it_cannot_use(
     with pytest.raises(SystemExit):
         private_digits.parse(["--microbatch-size", "0"])
     assert "--microbatch-size" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_private_training() -> None:
+    result = run("private_training.py", "--examples", "64", "--epochs", "2", "--batch-size", "32")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr
+    assert len(re.findall(r"accuracy on what it was trained on [\d.]+%", result.stdout)) == 2
+    assert number(r"largest difference between the two trained models (\S+)$", result.stdout) < 1e-4
