@@ -175,15 +175,7 @@ class _Evaluator:
                 return self._by_rule(e)
             except UnsupportedError as error:
                 self.decided(e, "materialised", f"{e.primitive.name}: {error}")
-        outs = bind(e, [self.array(v) for v in e.invars])
-        if e.primitive.name == "dot_general" and self._grows(e):
-            # A product that had to be carried out, by all appearances a gradient: each of its readers would else
-            # compute it again, as XLA merges outer products with what reads them.
-            outs = [jax.lax.optimization_barrier(outs[0])]
-        return outs
-
-    def _grows(self, e: Any) -> bool:
-        return all(self.is_batched(v) and v.aval.size < e.outvars[0].aval.size for v in e.invars)
+        return bind(e, [self.array(v) for v in e.invars])
 
     def _by_rule(self, e: Any) -> list[Any]:
         name = e.primitive.name

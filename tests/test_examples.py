@@ -111,5 +111,7 @@ def test_private_training() -> None:
     result = run("private_training.py", "--examples", "64", "--epochs", "2", "--batch-size", "32")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Warning" not in result.stderr
-    assert len(re.findall(r"accuracy on what it was trained on [\d.]+%", result.stdout)) == 2
-    assert number(r"largest difference between the two trained models (\S+)$", result.stdout) < 1e-4
+    both = importlib.util.find_spec("opacus") is not None
+    assert len(re.findall(r"accuracy on what it was trained on [\d.]+%", result.stdout)) == 1 + both
+    if both:
+        assert number(r"largest difference between the two trained models (\S+)$", result.stdout) < 1e-4
