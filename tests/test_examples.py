@@ -50,8 +50,8 @@ def test_private_digits(tmp_path: Path) -> None:
     sizes, kilobytes = [int(size) for size, _ in rows], [float(kb) for _, kb in rows]
     one_gradient = number(r"\(([\d.]+) kB is one gradient\)", out)
     assert sizes == [1, 4, 16]
-    # Each example of a microbatch has its gradient, and a smaller microbatch takes less.
-    assert one_gradient < kilobytes[0] < kilobytes[1] / 2 < kilobytes[2] / 4
+    # Each example of a microbatch has its gradient, beside what does not depend on the microbatch.
+    assert one_gradient < kilobytes[0] < kilobytes[1] < kilobytes[2] / 2
 
     assert f"plotted in {picture}" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
