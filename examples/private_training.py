@@ -1,7 +1,7 @@
 """A training loop with per-example clipping and noise (DP-SGD), in Opacus and in microtome, side by side.
 
-``python examples/private_training.py`` (``--help`` lists the options). The two loops differ in the marked lines. Without
-noise they compute the same steps; where Opacus is not installed, the example runs microtome alone.
+``python examples/private_training.py`` (``--help`` lists the options). The two loops differ in the marked lines.
+Without noise they compute the same steps; where Opacus is not installed, the example runs microtome alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from microtome import torch_api as mt
 
 
 def network() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10)
-    )  # fmt: skip
+    layers = nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 10))
 
 
 def train_with_opacus(options: argparse.Namespace, data: TensorDataset) -> nn.Module:
