@@ -241,17 +241,14 @@ def unreached(p, x):
     return total(x @ p["w"])
 
 
-@case({"w": normal(20, 20), "e": normal(3, 12, 8)}, normal(ROWS, 20), "w e")
+@case({"w": normal(20, 20)}, normal(ROWS, 20), "w")
 def the_same_in_every_step_of_a_loop(p, x):
-    """What a loop adds to a gradient does not depend on the step; and rows of stacked tables are looked up in one."""
-    fixed = x @ p["w"]
-    linear = lambda c, _: (c + jnp.sum(x @ p["w"]) * 0.1, None)
-    index = jnp.argmax(x[0, :12])
-    looked_up = lambda c, e: (c + jnp.sum(e[index] ** 2), None)
-    return total(fixed) + jax.lax.scan(linear, 0.0, None, length=3)[0] + jax.lax.scan(looked_up, 0.0, p["e"])[0]
+    """What the loop adds to a gradient does not depend on the step."""
+    step = lambda c, _: (c + jnp.sum(x @ p["w"]) * 0.1, None)
+    return total(x @ p["w"]) + jax.lax.scan(step, 0.0, None, length=3)[0]
 
 
-@case({"a": normal(12, 1, 3, 3), "w": normal(12, 12)}, normal(ROWS, 1, 5, 5), "w")
+@case({"a": normal(12, 1, 3, 3), "w": normal(12, 40)}, normal(ROWS, 1, 5, 5), "w")
 def convolution_of_one_channel_used_twice(p, x):
     h = jnp.tanh(_conv(x, p["a"], 2)) + _conv(x, p["a"] * 2, 2, window_strides=(1, 1))
     return total(h) + total(h.mean((2, 3)) @ p["w"])
