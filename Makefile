@@ -58,6 +58,7 @@ format: $(STAMPS)/dev
 bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/slices.py
+	$(BIN)/python benchmarks/clipping.py
 
 docs: $(STAMPS)/docs
 	$(LINK_PACKAGES)

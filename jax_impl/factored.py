@@ -243,8 +243,19 @@ class _Evaluator:
         totals: dict[int, list[Any]] = {k: [] for k in sums.parts}
 
         def product(i: int, label: Label | None) -> tuple[Term, ...]:
-            arrays, stacked_flags = emitted.arrays(i, ys, values)
-            return tuple(_stacked(t, arrays, stacked_flags, length, label) for t in pieces[i].terms or ())
+            arrays, axes = emitted.arrays(i, ys, values)
+            if label is not None and any(not p.static for t in pieces[i].terms or () for p in t.places.values()):
+                raise UnsupportedError("indexed arrays that a loop stacks")
+            terms = []
+            for t in pieces[i].terms or ():
+                terms.append(_stacked(t, arrays, axes, length, label))
+                steps = terms[-1].sizes.keys() - t.sizes.keys()
+                held = {x for f in terms[-1].factors for x in f.labels}
+                held |= {x for p in terms[-1].places.values() for x in p.labels}
+                if label is None and not steps & held:  # the same in every step
+                    count = Factor(jnp.asarray(float(length)), (), False)
+                    terms[-1] = terms[-1].replace(scale=(*terms[-1].scale, count))
+            return tuple(terms)
 
         for i, (k, v) in enumerate(collected):
             if i in dense_sums:

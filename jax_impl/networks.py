@@ -345,7 +345,9 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
     table: dict[Label, Label] = {}
     equal: list[Factor] = []
     gathered: list[tuple[bool, Label, Places]] = []
-    for x, y in zip(a.out, b.out, strict=True):
+    # An axis of length 1 may have a label in one and none in the other.
+    both = [pair for pair in zip(a.axes, b.axes, strict=True) if all(pair)]
+    for x, y in [labels for pair in both for labels in zip(*pair, strict=True)]:
         at_x, at_y = a.places.get(x), b.places.get(y)
         if at_x is None and at_y is None:
             table[y] = x
@@ -427,8 +429,8 @@ def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
             product = inner(a, b, dtype)
             if product is not None:
                 total = total + 2 * _masked(_masked(product, a.mask), b.mask)
-    # Cancellation between terms may leave less than nothing.
-    return jnp.maximum(total, 0) if len(terms) > 1 else total
+    # Where entries of a product cancel, rounding may leave less than nothing.
+    return jnp.maximum(total, 0)
 
 
 def _masked(value: Any, mask: Any) -> Any:
@@ -442,7 +444,7 @@ def folded(term: Term) -> Term:
     factors = list(term.factors)
     i = min(range(len(factors)), key=lambda i: (not factors[i].batched, factors[i].stored))
     f = factors[i]
-    value = _scaled(f.array, term.scale)
+    value = _scaled(f.array.astype(wide(f.array.dtype)), term.scale)
     factors[i] = dataclasses.replace(f, array=value, batched=f.batched or any(s.batched for s in term.scale))
     return term.replace(factors=tuple(factors), scale=())
 

@@ -191,8 +191,10 @@ def _same(ev: Any, e: Any) -> Lazy:
     return _lazy(ev, e.invars[0])
 
 
-def _on_label(term: Term, label: Label, change: Callable[[Any, int], Any]) -> Term:
-    """The term with every factor that has the label changed along it."""
+def _on_label(term: Term, label: Label, change: Callable[[Any, int], Any], entry: bool = False) -> Term:
+    """The term with every factor that has the label changed along it; ``entry`` where one index array has it too."""
+    if sum(label in p.labels for p in term.places.values()) > entry:
+        raise UnsupportedError("an axis that indices depend on")
     factors = []
     for f in term.factors:
         if label in f.labels:
@@ -257,7 +259,7 @@ def _cut(term: Term, axis: int, start: int, stop: int, stride: int = 1) -> Term 
             raise UnsupportedError("a slice of an axis that is indexed")
         first, last = int(inside[0]), int(inside[-1]) + 1
         entry, places = p.labels[0], {x: q for x, q in term.places.items() if x != label}
-        term = _on_label(term, entry, lambda x, i: jax.lax.slice_in_dim(x, first, last, axis=i))
+        term = _on_label(term, entry, lambda x, i: jax.lax.slice_in_dim(x, first, last, axis=i), entry=True)
         index = p.index[first:last] - start
         if len(index) < length:
             places[label] = dataclasses.replace(p, index=index, size=length)
@@ -561,6 +563,8 @@ def _dot(ev: Any, e: Any) -> Any:
         places = {**s.places, **t.places}
         table: dict[Label, Label] = {}
         for i, j in pairs:
+            if not s.axes[i] or not t.axes[j]:
+                continue  # of length 1
             for x, y in zip(s.axes[i], t.axes[j], strict=True):
                 if x in s.places or y in t.places:
                     if i in batch_l or (x in s.places and y in t.places):

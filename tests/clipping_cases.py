@@ -239,3 +239,16 @@ def experts_chosen_by_index(p, x):
 @case({"w": normal(9, 9), "unused": normal(4, 4)}, normal(ROWS, 9), "w")
 def unreached(p, x):
     return total(x @ p["w"])
+
+
+@case({"w": normal(20, 20)}, normal(ROWS, 20), "w")
+def the_same_in_every_step_of_a_loop(p, x):
+    """What the loop adds to a gradient does not depend on the step."""
+    step = lambda c, _: (c + jnp.sum(x @ p["w"]) * 0.1, None)
+    return total(x @ p["w"]) + jax.lax.scan(step, 0.0, None, length=3)[0]
+
+
+@case({"a": normal(12, 1, 3, 3), "w": normal(12, 40)}, normal(ROWS, 1, 5, 5), "w")
+def convolution_of_one_channel_used_twice(p, x):
+    h = jnp.tanh(_conv(x, p["a"], 2)) + _conv(x, p["a"] * 2, 2, window_strides=(1, 1))
+    return total(h) + total(h.mean((2, 3)) @ p["w"])

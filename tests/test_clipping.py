@@ -267,6 +267,13 @@ def test_what_no_rule_covers_is_materialised_alone_and_said():
     assert explanation.paths["['b']"].path == "factored"
     assert explanation.kept_bytes == {"['a']": 3 * 36 * 4, "['b']": 3 * 13 * 4}
     assert "materialised" in str(explanation)
+
+    def looked_up(p, x):  # indices that change in a loop whose steps stay apart
+        index = jnp.argmax(x[0])
+        return total_of(jax.lax.scan(lambda c, row: (c + row[index] ** 2, None), 0.0, p["a"])[0]) + total_of(x @ p["b"])
+
+    fun = clipped_grad(looked_up, l2_clip_norm=0.5)
+    assert_same(fun(params, ROWS_OF), expected(materialised(looked_up, params, ROWS_OF), 0.5)[0])
     signs = micro_grad(loss, transform_fn=lambda g: jax.tree.map(jnp.sign, g))
     assert "sign" in signs.explain(params, ROWS_OF).paths["['b']"].reason
 
