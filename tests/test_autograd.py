@@ -1105,6 +1105,62 @@ def test_the_grad_mode_inside_is_the_one_outside(name: str) -> None:
         torch.testing.assert_close(call(X.clone().requires_grad_()).detach(), fun(X))
 
 
+V, W, ROWS = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.ones(3, 2)
+
+
+def _trained(cubes: Fun) -> torch.Tensor:
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = V.clone().requires_grad_()
+        mt.chunked_vmap(cubes, chunk_size=2)(leaf).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+
+def _last_carry(cubes: Fun, xs: torch.Tensor) -> torch.Tensor:
+    return mt.checkpoint_chunked_scan(lambda c, x: (c * cubes(x), x), torch.tensor(1.0), xs, chunk_size=2)[0]
+
+
+def _energy(cubes: Fun) -> Fun:
+    return lambda x: cubes(x).sum()
+
+
+def _loss(cubes: Fun) -> Fun:
+    return lambda w, x: cubes(x @ w.T).sum()
+
+
+DERIVATIVES: dict[str, Callable[[Fun], torch.Tensor]] = {
+    "jacobian": lambda f: mt.jacobian(f, V)[0],
+    "jacobian by rows": lambda f: mt.jacobian(f, V, mode="reverse")[0],
+    "hessian": lambda f: mt.hessian(_energy(f), V)[0],
+    "hessian into out": lambda f: mt.hessian(_energy(f), V, out=torch.zeros(3, 3))[0],
+    "hessian_blocks": lambda f: torch.cat([block for _, block in mt.hessian_blocks(_energy(f), V, batch_size=1)], -1),
+    "hvp": lambda f: mt.hvp(_energy(f), V)(torch.ones(3)),
+    "micro_grad": lambda f: mt.micro_grad(_loss(f), microbatch_size=1)(W, ROWS)[0],
+    "clipped_grad": lambda f: mt.clipped_grad(_loss(f), l2_clip_norm=1.0)(W, ROWS),
+    "lift": lambda f: mt.lift(jax.grad)(_energy(f))(V),
+    "torch.func.grad around": lambda f: func.grad(lambda v: mt.chunked_vmap(f, chunk_size=2)(v).sum())(V),
+    "torch.func.grad around a scan": lambda f: func.grad(functools.partial(_last_carry, f))(V),
+    "torch.func.jvp around": lambda f: func.jvp(mt.chunked_vmap(f, chunk_size=2), (V,), (torch.ones(3),))[1],
+    "grad mode enabled again": _trained,
+}
+
+
+@pytest.mark.parametrize("first", ["inference", pytest.param("no_grad", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", _slow(DERIVATIVES, "hessian_blocks", "jacobian by rows", "torch.func.grad around"))
+def test_derivatives_do_not_depend_on_the_grad_mode_around_nor_on_that_of_an_earlier_call(
+    name: str, first: str
+) -> None:
+    """As torch.func's: a transform differentiates under no_grad and inference mode too, where autograd does not."""
+    number = 1 + len(name) + len(first) / 100  # a program of its own for each case
+    found = {}
+    for mode in (first, *_MODES):
+        with _MODES[mode]():
+            found[mode] = DERIVATIVES[name](lambda x: number * x**3)
+    assert found["grad"].abs().sum() > 0
+    for mode, derivative in found.items():
+        torch.testing.assert_close(derivative.clone(), found["grad"], rtol=0, atol=0, msg=mode)
+
+
 def test_integer_inputs_and_outputs_beside_floats() -> None:
     call = _through(lambda i, x: (x[i] * 2, i + 1, x.argsort()))
     i, x = torch.tensor([2, 0, 0]), X.clone().requires_grad_()
