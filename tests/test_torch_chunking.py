@@ -131,6 +131,29 @@ def test_compiled_once_and_memory_follows_the_chunk():
 
 X, Y = torch.ones(6, 2), torch.ones(4, 2)
 pair_sum = lambda params, batch: batch["x"].sum() + params
+
+
+def test_a_training_step_keeps_the_examples_alone_and_computes_each_chunk_again():
+    w, x = (data(64, 64) / 8).requires_grad_(), data(128, 64)
+    fun = lambda row: F.dropout(torch.tanh(torch.tanh(torch.tanh(row @ w) @ w) @ w), 0.5)
+
+    def step(chunk):
+        saved = []
+        torch.manual_seed(0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            out = mt.chunked_vmap(fun, chunk)(x)
+        return sum(t.nbytes for t in saved), torch.autograd.grad(out.square().sum(), w)
+
+    kept, gradients = zip(*map(step, chunks := (None, 128, 16, 1)), strict=True)
+    kept = dict(zip(chunks, kept, strict=True))
+    for gradient in gradients:
+        assert_same(gradient, gradients[0])
+    assert kept[None] == kept[128] >= 4 * x.nbytes + w.nbytes
+    assert kept[1] < kept[16] + 1024 < 2 * x.nbytes + w.nbytes + 4096
+    backward = {c: mt.chunked_vmap(fun, c).compiled(x)._backward.memory_analysis().temp_size_in_bytes for c in (64, 4)}
+    assert backward[4] < backward[64] / 3
+
+
 ERRORS = {
     "zero": (ValueError, "chunk_size must be a positive int or None", lambda: mt.chunked_vmap(torch.sum, 0)),
     "float": (TypeError, "got 2.0 of type float", lambda: mt.chunked_vmap(torch.sum, 2.0)),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .. import jax_impl
 from ..bridge.lifting import to_jax_callable
-from ..bridge.trees import to_jax_tree
-from .rows import Fun, finish, number_rows, parameter_names
+from ..bridge.trees import Structure, is_array, to_jax_tree
+from .rows import Fun, finish, first_length, number_rows, parameter_names
 
 
 def chunked_vmap(
@@ -29,8 +31,9 @@ def chunked_vmap(
     straight into the result, ``chunk_size * M(1) + result``; keyword arguments are mapped too, over their first axis;
     what an example draws (a dropout mask) does not depend on the chunk size. ``fun`` is traced for one example.
 
-    Part of autograd. ``backward()`` needs what the derivative keeps of every example, whatever the chunk size, as
-    ``torch.func.vmap`` does; :func:`micro_vmap` computes each microbatch a second time instead.
+    Part of autograd. Where there is more than one chunk, ``backward()`` computes each a second time when its turn
+    comes, as ``torch.utils.checkpoint`` around it would, so that it keeps only the examples themselves;
+    ``torch.func.vmap`` keeps what the derivative needs of all of them, whatever its chunk size.
 
     After ``powerpax.chunked_vmap``; ``in_axes``, ``out_axes`` and ``chunk_size=None`` are added.
 
@@ -71,11 +74,30 @@ def chunked_vmap(
         others = [name for name in kwargs if name not in parameter_names(traced)[:count]]
         axes += [0] * len(others)
         numbers = jnp.arange if randomness == "different" else jnp.zeros
+        rows = first_length(axes, [*args, *(kwargs[name] for name in others)])
         args, kwargs = number_rows(traced, [*range(count), *others], axes, args, kwargs, numbers)
-        mapped = jax_impl.chunked_vmap(traced, chunk_size, tuple(axes[:count]), to_jax_tree(out_axes))
+        whole = chunk_size is None or rows is None or rows <= chunk_size
+        example = traced if whole else _computed_again(traced)
+        mapped = jax_impl.chunked_vmap(example, chunk_size, tuple(axes[:count]), to_jax_tree(out_axes))
         return mapped(*args, **kwargs)
 
     return finish(run, fun, lambda *args, **kwargs: ())
+
+
+def _computed_again(fun: Fun) -> Fun:
+    """``fun``, of which derivatives keep the arguments alone."""
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arrays, structure = Structure.split((args, kwargs), is_array)
+
+        def apply(*arrays: Any) -> Any:
+            args, kwargs = structure.join(arrays)
+            return fun(*args, **kwargs)
+
+        return jax.checkpoint(apply, prevent_cse=False)(*arrays)  # a scan needs no guard against merging the passes
+
+    return run
 
 
 def _either(name: str, value: Any, torch_name: str, torch_value: Any) -> Any:

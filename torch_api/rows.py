@@ -136,6 +136,12 @@ def numbers_to_tensors(tree: Any) -> Any:
     return to_torch_tree(tree, convert)
 
 
+def first_length(axes: Sequence[Any], values: Sequence[Any]) -> int | None:
+    """The length of the batch: that of the first argument that is mapped."""
+    lengths = (_length(value, axis) for value, axis in zip(values, axes, strict=False) if axis is not None)
+    return next((length for length in lengths if length is not None), None)
+
+
 def _length(value: Any, axis: Any) -> int | None:
     """The length of the batch axis of the first leaf that has one; None where the transform itself will complain."""
     try:
