@@ -1105,12 +1105,12 @@ def test_the_grad_mode_inside_is_the_one_outside(name: str) -> None:
         torch.testing.assert_close(call(X.clone().requires_grad_()).detach(), fun(X))
 
 
-V, W, ROWS = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.ones(3, 2)
+POINT, WEIGHT, EXAMPLES = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.ones(3, 2)
 
 
 def _trained(cubes: Fun) -> torch.Tensor:
     with torch.inference_mode(False), torch.enable_grad():
-        leaf = V.clone().requires_grad_()
+        leaf = POINT.clone().requires_grad_()
         mt.chunked_vmap(cubes, chunk_size=2)(leaf).sum().backward()
         assert leaf.grad is not None
         return leaf.grad
@@ -1129,18 +1129,20 @@ def _loss(cubes: Fun) -> Fun:
 
 
 DERIVATIVES: dict[str, Callable[[Fun], torch.Tensor]] = {
-    "jacobian": lambda f: mt.jacobian(f, V)[0],
-    "jacobian by rows": lambda f: mt.jacobian(f, V, mode="reverse")[0],
-    "hessian": lambda f: mt.hessian(_energy(f), V)[0],
-    "hessian into out": lambda f: mt.hessian(_energy(f), V, out=torch.zeros(3, 3))[0],
-    "hessian_blocks": lambda f: torch.cat([block for _, block in mt.hessian_blocks(_energy(f), V, batch_size=1)], -1),
-    "hvp": lambda f: mt.hvp(_energy(f), V)(torch.ones(3)),
-    "micro_grad": lambda f: mt.micro_grad(_loss(f), microbatch_size=1)(W, ROWS)[0],
-    "clipped_grad": lambda f: mt.clipped_grad(_loss(f), l2_clip_norm=1.0)(W, ROWS),
-    "lift": lambda f: mt.lift(jax.grad)(_energy(f))(V),
-    "torch.func.grad around": lambda f: func.grad(lambda v: mt.chunked_vmap(f, chunk_size=2)(v).sum())(V),
-    "torch.func.grad around a scan": lambda f: func.grad(functools.partial(_last_carry, f))(V),
-    "torch.func.jvp around": lambda f: func.jvp(mt.chunked_vmap(f, chunk_size=2), (V,), (torch.ones(3),))[1],
+    "jacobian": lambda f: mt.jacobian(f, POINT)[0],
+    "jacobian by rows": lambda f: mt.jacobian(f, POINT, mode="reverse")[0],
+    "hessian": lambda f: mt.hessian(_energy(f), POINT)[0],
+    "hessian into out": lambda f: mt.hessian(_energy(f), POINT, out=torch.zeros(3, 3))[0],
+    "hessian_blocks": lambda f: torch.cat(
+        [block for _, block in mt.hessian_blocks(_energy(f), POINT, batch_size=1)], -1
+    ),
+    "hvp": lambda f: mt.hvp(_energy(f), POINT)(torch.ones(3)),
+    "micro_grad": lambda f: mt.micro_grad(_loss(f), microbatch_size=1)(WEIGHT, EXAMPLES)[0],
+    "clipped_grad": lambda f: mt.clipped_grad(_loss(f), l2_clip_norm=1.0)(WEIGHT, EXAMPLES),
+    "lift": lambda f: mt.lift(jax.grad)(_energy(f))(POINT),
+    "torch.func.grad around": lambda f: func.grad(lambda v: mt.chunked_vmap(f, chunk_size=2)(v).sum())(POINT),
+    "torch.func.grad around a scan": lambda f: func.grad(functools.partial(_last_carry, f))(POINT),
+    "torch.func.jvp around": lambda f: func.jvp(mt.chunked_vmap(f, chunk_size=2), (POINT,), (torch.ones(3),))[1],
     "grad mode enabled again": _trained,
 }
 

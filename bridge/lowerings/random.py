@@ -103,6 +103,43 @@ def poisson(rate: Array, *, key: Array, generator: None = None) -> Array:
     return jax.random.poisson(key, rate, rate.shape)
 
 
+@lowering("aten.binomial", key=True)
+def binomial(count: Array, probability: Array, *, key: Array, generator: None = None) -> Array:
+    return jax.random.binomial(key, count, probability, dtype=count.dtype)
+
+
+@lowering("aten._standard_gamma", key=True)
+def standard_gamma(alpha: Array, *, key: Array, generator: None = None) -> Array:
+    return jax.random.gamma(key, alpha, dtype=alpha.dtype)
+
+
+@lowering("aten._standard_gamma_grad")
+def standard_gamma_grad(alpha: Array, sample: Array) -> Array:
+    return jax.lax.random_gamma_grad(alpha, sample)
+
+
+@lowering("aten._sample_dirichlet", key=True)
+def sample_dirichlet(alpha: Array, *, key: Array, generator: None = None) -> Array:
+    return jax.random.dirichlet(key, alpha, dtype=alpha.dtype)
+
+
+@lowering("aten.rrelu_with_noise_functional", key=True)
+def rrelu(
+    x: Array,
+    noise: Array,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    *,
+    key: Array,
+    generator: None = None,
+) -> tuple[Array, Array]:
+    if not training:
+        return jnp.where(x > 0, x, x * ((lower + upper) / 2)), noise
+    slopes = jnp.where(x > 0, 1, jax.random.uniform(key, x.shape, x.dtype, lower, upper))
+    return x * slopes, slopes
+
+
 def _integers(low: Any, high: Any, key: Array, results: Any) -> Array:
     draw = jax.random.randint(key, results[0].shape, low, high, jnp.int64)
     return draw.astype(jax_dtype(results[0].dtype))
