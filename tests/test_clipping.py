@@ -22,6 +22,8 @@ from microtome.jax_impl import (
     rescale_by_norm,
 )
 
+_SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
 
 def norm(tree):
     leaves = [jnp.asarray(leaf, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in jax.tree.leaves(tree)]
@@ -78,7 +80,7 @@ def test_equals_the_materialised_result_on_the_path_it_says(name):
         assert largest_array(compiled) < ROWS * sum(leaf.size for leaf in case.params.values())
 
 
-@pytest.mark.parametrize("name", ["dense", "convolution_1d"])
+@pytest.mark.parametrize("name", ["dense", _SLOW("convolution_1d")])
 def test_single_precision_and_microbatches(name):
     case = CASES[name]
     params, batch = as_arrays(case, jnp.float32)
@@ -278,7 +280,7 @@ def test_what_no_rule_covers_is_materialised_alone_and_said():
     assert "sign" in signs.explain(params, ROWS_OF).paths["['b']"].reason
 
 
-@pytest.mark.parametrize("name", ["dense", "attention", "lstm_in_a_scan", "weight_normalisation"])
+@pytest.mark.parametrize("name", [_SLOW("dense"), _SLOW("attention"), _SLOW("lstm_in_a_scan"), "weight_normalisation"])
 def test_derivatives_are_those_of_the_plain_computation(name):
     case = CASES[name]
     with jax.enable_x64(True):

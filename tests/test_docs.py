@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(page.name for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_run_and_print_what_they_say(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()

@@ -112,7 +112,9 @@ def assert_close(got, want):
         torch.testing.assert_close(got[k], want[k], rtol=1e-4, atol=2e-5 * float(want[k].abs().max()) + 1e-7)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("gru", "weight norm") else name for name in MODELS]
+)
 def test_modules_take_the_factored_path(name):
     _, params, x, y, loss, factored = set_up(name)
     want, norms = one_by_one(loss, params, x, y, 0.5)
