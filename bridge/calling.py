@@ -19,7 +19,7 @@ from .captures import Key, Walk, WrittenContainers, forked_child, is_traced, pat
 from .compilation import Outline, Root, outline
 from .devices import start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
-from .interception import is_traced_tensor, recording
+from .interception import Captured, is_traced_tensor, recording
 from .side_effects import write
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
@@ -98,6 +98,8 @@ def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], k
         _check_inside(root.outline)
         if root.outline.draws:
             key = outer.recorder.draw_number()
+    if root.outline.strided is not None:
+        _check_contiguous(root, outer)
     outputs = apply(root, key, tensors)
     places = root.walk.places if root.outline.effects else []
     for i, key, value in root.outline.effects:
@@ -200,6 +202,19 @@ def _check_inside(outline: Outline) -> None:
         raise TraceError(
             f"{user_line()}: a compiled call inside a traced function updates buffers or Python state there, which "
             "would be lost. Call the torch function itself instead, or put the module into .eval() mode."
+        )
+
+
+def _check_contiguous(root: Root, outer: Captured | None) -> None:
+    """``as_strided`` counts in memory, where the program has each tensor in order."""
+    assert root.outline is not None
+    if outer is not None:
+        outer.strided = outer.strided or root.outline.strided
+    elif not all(t.is_contiguous() and t.storage_offset() == 0 for t in root.inputs):
+        raise TraceError(
+            f"{root.outline.strided}: as_strided in a call with a tensor that is not contiguous, or a part of another, "
+            "counts in memory that the compiled program does not see. Pass copies of such tensors: "
+            ".clone(memory_format=torch.contiguous_format)."
         )
 
 

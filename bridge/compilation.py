@@ -161,6 +161,7 @@ class Outline:
     draws: bool
     mutated: list[int]  # inputs that are written to: buffers
     effects: list[tuple[int, Any, Any]]  # place, key and value of what each call writes
+    strided: str | None  # the line that asks for elements by their place in memory
     missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
 
     @classmethod
@@ -169,7 +170,7 @@ class Outline:
         mutated = [] if call.missing else [root.position(t) for t, _ in call.mutations]
         owners = [place.owner for place in root.walk.places] if call.effects else []
         effects = [(next(i for i, o in enumerate(owners) if o is e.place.owner), e.key, e.after) for e in call.effects]
-        return cls(call.shape, call.draws, mutated, effects, call.missing)
+        return cls(call.shape, call.draws, mutated, effects, call.strided, call.missing)
 
 
 def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:

@@ -37,6 +37,7 @@ class Call:
     effects: list[Effect] = dataclasses.field(default_factory=list)
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     draws: bool = False
+    strided: str | None = None  # the line that asks for elements by their place in memory
     has_floats: bool = False  # Python floats among the arguments are inputs
     failures: Any = None  # where checks of indices report
     shape: Any = None  # the structure of the results

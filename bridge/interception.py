@@ -29,6 +29,10 @@ _VALUE_METHODS = {
     torch.Tensor.__format__: "a formatted number",
 }
 
+_STRIDED = (
+    *(torch.as_strided, torch.as_strided_, torch.as_strided_copy, torch.as_strided_scatter),
+    *(torch.Tensor.as_strided, torch.Tensor.as_strided_, torch.Tensor.as_strided_scatter),
+)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -77,6 +81,7 @@ class Captured:
     ) -> None:
         self.recorder, self.wants = recorder, wants
         self.refusal: TraceError | None = None
+        self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.tensors = list(known)
         self.rows: list[Row] = []
         self.inputs: list[torch.Tensor] = []
@@ -204,6 +209,8 @@ class Interception(TorchFunctionMode):
             if places and all(isinstance(i, int) or k in places for k, i in enumerate(index)):
                 self.captured.rows = [r for r in self.captured.rows if not r.is_put_back(args[0], index, args[2])]
                 return set_row(args[0], index, args[2])
+        if func in _STRIDED:
+            self.captured.strided = user_line()
         if func == _SET_DATA:  # every look at a descriptor makes a new object: equal, not the same
             return self._set_data(*args)
         if func is torch.autograd.grad:

@@ -24,6 +24,7 @@ aten = torch.ops.aten
 _VALUE_OPS = (aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.allclose)
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 _FACTORING = (aten._linalg_det, aten._linalg_slogdet)
+_STRIDED = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
 _INDEXING = (aten.index, aten.index_put, aten._unsafe_index, aten._unsafe_index_put)
 
 
@@ -89,11 +90,8 @@ class Recorder(ti.TorchDispatchMode):
             return tuple(args[0].shape) == tuple(args[1].shape)
         if func in (aten._linalg_check_errors.default, aten._assert_async.msg, aten._assert_async.default):
             return None
-        if func is aten.as_strided.default and not args[0].is_contiguous():
-            raise TraceError(
-                f"{user_line()}: as_strided on a tensor that is not contiguous reads memory that XLA does not lay out "
-                "that way; call .contiguous() first, or index the tensor."
-            )
+        if func.overloadpacket in _STRIDED:
+            self._check_within(func, args, kwargs)
         if func.overloadpacket in _INDEXING:
             args = (args[0], self._index(args[1]), *args[2:])
         decomposed = self._decompose(func, args, kwargs, random)
@@ -122,6 +120,19 @@ class Recorder(ti.TorchDispatchMode):
             else:
                 result.append(index)
         return result
+
+    def _check_within(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse an ``as_strided`` that sees more than the tensor's own elements in their order."""
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        tensor, offset, size = given["self"], given.get("storage_offset"), given["size"]
+        last = (offset or 0) + sum((n - 1) * step for n, step in zip(size, given["stride"], strict=True))
+        part = offset is not None and tensor.storage_offset() != 0  # the offset counts from where the whole starts
+        if part or not tensor.is_contiguous() or (0 not in size and last >= tensor.numel()):
+            raise TraceError(
+                f"{user_line()}: {func.overloadpacket} reads memory that XLA does not lay out that way: the tensor is "
+                "not contiguous, or it is a view of a part of another, which is read beyond it or by the other's "
+                "offset. Call .contiguous() or .clone() first, or index the tensor."
+            )
 
     def _decompose(self, func: Any, args: Any, kwargs: Any, random: bool) -> Any:
         """Smaller ops, for what has no lowering of ours: torch's decompositions are exact, torchax's table less so."""

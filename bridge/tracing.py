@@ -22,7 +22,7 @@ from .context import Call, current_call
 from .differentiation import Source, TorchFunction
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number, is_raised_by_jax, user_line
 from .graph import Meta
-from .interception import is_traced_tensor
+from .interception import is_traced_tensor, recording
 from .side_effects import Effect, Generators, Watched
 from .torch2jax_engine import InterpretedFunction, is_interpreted
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
@@ -135,6 +135,7 @@ class _Made:
     source: Source | None  # kept alive here, for further recordings
     effects: list[Effect]
     places: list[int | None]  # where the walk finds the captured tensors
+    strided: str | None  # the line that asks for elements by their place in memory
 
     def is_of(self, walk: Walk) -> bool:
         """Whether the captured tensors are still the same objects."""
@@ -184,6 +185,7 @@ class _Traced:
                     effect.apply()
             else:
                 outer.effects += made.effects
+                outer.strided = outer.strided or made.strided
             return made.unflatten(results[:count])
 
     def _trace(
@@ -197,6 +199,7 @@ class _Traced:
         torch_fun = self.torch_fun
         shape: list[Structure] = []
         effects: list[Effect] = []
+        strided: list[str | None] = []
 
         def flat(*tensors: Any) -> list[Any]:
             args, kwargs = to_torch_tree(structure.join(tensors))
@@ -224,6 +227,8 @@ class _Traced:
                     ) from error
                 raise
             found = watched.settle(first=not shape)
+            current = recording()
+            strided.append(None if current is None else current.strided)
             if not shape:
                 effects[:] = found
             outputs, out = Structure.split(result, self._is_tensor)
@@ -249,7 +254,7 @@ class _Traced:
         else:
             source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
         indices = {id(t): i for i, t in enumerate(walk.tensors)}
-        return _Made(tracing, unflatten, source, effects, [indices.get(id(t)) for t in tracing.captured])
+        return _Made(tracing, unflatten, source, effects, [indices.get(id(t)) for t in tracing.captured], strided[0])
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))

@@ -318,6 +318,77 @@ def test_layouts(name: str) -> None:
     assert torch.equal(x, keep)
 
 
+STRIDED: dict[str, Any] = {
+    "of an argument": lambda x: x.as_strided((2, 2), (4, 1)),
+    "of an argument, from an offset": lambda x: torch.as_strided(x, (2, 2), (2, 1), 1),
+    "of a product": lambda x: (x * 2).as_strided((2, 2), (4, 1)),
+    "of a transpose": lambda x: x.t().as_strided((2, 2), (1, 4)),
+    "of a copy of a transpose": lambda x: (x.t() * 2).as_strided((2, 2), (4, 1)),
+    "of columns": lambda x: x[:, 1:].as_strided((2, 2), (4, 1)),
+    "of rows": lambda x: x[1:].as_strided((2, 2), (1, 1)),
+    "of rows, from an offset": lambda x: x[1:].as_strided((2, 2), (1, 1), 0),
+    "beyond a row": lambda x: x[0].as_strided((6,), (1,)),
+    "copied": lambda x: torch.as_strided_copy(x, (2, 2), (1, 2)),
+    "scattered": lambda x: torch.as_strided_scatter(x, torch.zeros(2, 2), (2, 2), (4, 1)),
+    "scattered into a transpose": lambda x: torch.as_strided_scatter(x.t(), torch.zeros(2, 2), (2, 2), (4, 1)),
+    "written": lambda x: _writes_strided(x * 1),
+    "of a constant": lambda x: x.sum() + torch.arange(6.0).reshape(2, 3).t().as_strided((2, 2), (1, 2)),
+}
+RIGHT = {
+    "of an argument",
+    "of an argument, from an offset",
+    "of rows",
+    "copied",
+    "scattered",
+    "written",
+    "of a constant",
+}
+
+
+def _writes_strided(x: torch.Tensor) -> torch.Tensor:
+    x.as_strided((2, 2), (4, 1)).mul_(-1)
+    return x
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_elements_by_their_place_in_memory_are_those_of_torch_or_refused(name: str) -> None:
+    fun, call = STRIDED[name], _through(STRIDED[name])
+    base = torch.arange(24.0)
+    arguments = {
+        "in order": base[:12].reshape(3, 4),
+        "transposed": base[:12].reshape(4, 3).t(),
+        "strided": base.reshape(3, 8)[:, ::2],
+        "expanded": base[:4].expand(3, 4),
+        "part": base[12:].reshape(3, 4),
+    }
+    for layout, x in arguments.items():
+        got = _result_or_message(call, x)
+        if isinstance(got, str):
+            assert "as_strided" in got
+            assert got.startswith(f"{__file__}:")
+            assert layout != "in order" or name not in RIGHT
+        else:
+            torch.testing.assert_close(got, fun(x), rtol=0, atol=0)
+
+
+def _result_or_message(call: Any, *args: Any) -> Any:
+    try:
+        return call(*args)
+    except TypeError as error:
+        return str(error)
+
+
+def test_a_captured_tensor_read_by_its_place_in_memory_is_in_order_or_refused() -> None:
+    ordered = torch.arange(6.0).reshape(2, 3)
+    torch.testing.assert_close(
+        _through(lambda x: x + ordered.as_strided((2, 2), (1, 2)))(torch.ones(2)),
+        1 + ordered.as_strided((2, 2), (1, 2)),
+    )
+    turned = ordered.t()
+    with pytest.raises(TypeError, match="as_strided"):
+        _through(lambda x: x + turned.as_strided((2, 2), (1, 2)))(torch.ones(2))
+
+
 def test_results_may_be_written_without_touching_anything_else() -> None:
     x, w = torch.ones(64), torch.ones(64)
     outs = _through(lambda t: (t, t, w, t * 1, torch.zeros(64)))(x)

@@ -51,11 +51,19 @@ def _recorded(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
 
     graph, _ = record(fun, metas, [False] * len(metas), [])
     if any(node is not None and node.op is op for node in graph.nodes):
-        raise NotImplementedError(f"torch op {op} has no JAX lowering")
+        raise no_lowering()
     values: dict[int, Any] = dict(zip(graph.inputs, [args[i] for i in where], strict=True))
     run(graph, graph.forward_nodes, values, jax.numpy.zeros(2, "uint32"))
     outs = [read(values, o) for o in graph.outputs]
     return outs[0] if len(outs) == 1 else outs
+
+
+def no_lowering() -> NotImplementedError:
+    """For an op that has no counterpart in JAX; who calls a lowering names the op and the user's line."""
+    return NotImplementedError(
+        "no lowering is known for it. Use other torch ops there, or compute this part outside of the function and "
+        "pass the result in."
+    )
 
 
 def pull_back(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -65,7 +73,7 @@ def pull_back(op: torch._ops.OpOverload) -> Callable[..., Any]:
     if base == name or not hasattr(aten, base):
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError(f"torch op {op} has no JAX lowering")
+            raise no_lowering()
 
         return refuse
     packet = getattr(aten, base)

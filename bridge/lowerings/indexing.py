@@ -52,13 +52,22 @@ def put(x: Array, indices: Array, value: Array, accumulate: bool = False) -> Arr
     return (at.add(value) if accumulate else at.set(value)).reshape(x.shape)
 
 
-@lowering("aten.as_strided", "aten.as_strided_copy")
-def as_strided(x: Array, size: Any, stride: Any, storage_offset: int | None = None) -> Array:
-    """Of a contiguous tensor (the recorder refuses others): a gather from its elements in order."""
+def _memory(size: Any, stride: Any, storage_offset: int | None) -> Any:
+    """Which elements of a contiguous tensor (the recorder refuses others) such a view shows."""
     where = np.full((), storage_offset or 0)
     for length, step in zip(size, stride, strict=True):
         where = where[..., None] + np.arange(length) * step
-    return x.reshape(-1)[where]
+    return where
+
+
+@lowering("aten.as_strided", "aten.as_strided_copy")
+def as_strided(x: Array, size: Any, stride: Any, storage_offset: int | None = None) -> Array:
+    return x.reshape(-1)[_memory(size, stride, storage_offset)]
+
+
+@lowering("aten.as_strided_scatter")
+def as_strided_scatter(x: Array, source: Array, size: Any, stride: Any, storage_offset: int | None = None) -> Array:
+    return x.reshape(-1).at[_memory(size, stride, storage_offset)].set(source).reshape(x.shape)
 
 
 @lowering("aten.scatter.src", "aten.scatter.value")
