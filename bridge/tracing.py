@@ -67,6 +67,11 @@ def as_jax(torch_fun: Callable[..., Any], engine: Engine = "record") -> Callable
     """
     if engine not in ("record", "torch2jax"):
         raise ValueError(f'engine must be "record" or "torch2jax", not {engine!r}')
+    if isinstance(torch_fun, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        raise TypeError(
+            f"a {type(torch_fun).__name__} runs TorchScript's own code, which cannot be traced: pass the Python "
+            "function or module that it was made from."
+        )
     traced = _Traced(torch_fun, engine)
     own_key = "key" in _parameters(torch_fun)
 
@@ -260,10 +265,11 @@ class _Traced:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
         named = jax.tree_util.tree_flatten_with_path(bound_arguments(self.torch_fun, args, kwargs))[0]
         name = next(argument_name(path) for path, leaf in named if isinstance(leaf, _Number) and leaf.value == index)
+        named = name if name.startswith("argument ") else f"its argument {name}"
         code = walk.user_code
         where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
         return TraceError(
-            f"{where}the function writes to its argument {name} in place, but a traced function leaves its inputs "
+            f"{where}the function writes in place to {named}, but a traced function leaves its inputs "
             f"as they are. Work on a copy: {name.split('[')[0]}.clone(), or the op that is not in place."
         )
 

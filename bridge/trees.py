@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as torch_pytree
 
 
@@ -90,6 +91,11 @@ def to_jax_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
         kind = type(x)
         if isinstance(x, (torch.Tensor, torch.Size)):
             return leaf(x)
+        if kind is PackedSequence:
+            raise TypeError(
+                "a PackedSequence has batch sizes for which XLA would need shapes that depend on values. Pass the "
+                "padded tensor and the lengths (torch.nn.utils.rnn.pad_packed_sequence), and mask by the lengths."
+            )
         if kind is dict:
             return Dict({k: convert(v) for k, v in x.items()})
         if kind in torch_pytree.SUPPORTED_NODES and kind not in _JAX_NODES:  # the exact type: subclasses differ

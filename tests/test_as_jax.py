@@ -287,3 +287,18 @@ def test_derivatives_outlive_the_function_that_they_came_from(name: str) -> None
     gc.collect()
     expected, plain = make(lambda x: (x**3).sum(), x)
     np.testing.assert_allclose(use(kept), plain(expected), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_what_torch_cannot_show_is_refused_with_the_way_out() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    with pytest.raises(TypeError, match="pad_packed_sequence"):
+        as_torch(as_jax(torch.nn.LSTM(2, 3)))(packed)
+    linear = torch.nn.Linear(2, 3)
+    for scripted in (torch.jit.script(linear), torch.jit.trace(linear, torch.ones(1, 2))):
+        with pytest.raises(TypeError, match="made from"):
+            as_jax(scripted)
+    with pytest.raises(TypeError, match="writes in place to argument 0"):
+        as_torch(as_jax(lambda *args: args[0].mul_(2)))(torch.ones(2))
+    with pytest.raises(TypeError, match=r"airy_ai.* no lowering is known for it\. Use other torch ops"):
+        as_torch(as_jax(torch.special.airy_ai))(torch.ones(2))
