@@ -1134,7 +1134,7 @@ def test_micro_vmap_keeps_of_an_example_nothing_but_itself_for_backward():
     assert sliced < 0.5 * peak(mt.micro_vmap(deep, microbatch_size=64))
     layers = 3 * 4 * 64 * 32  # what backward needs of all examples
     assert sliced < layers
-    assert peak(mt.chunked_vmap(deep, 4)) > layers  # it says so: a chunk is not computed a second time
+    assert peak(mt.chunked_vmap(deep, 4)) < layers < peak(mt.chunked_vmap(deep))
 
 
 # --- autograd -------------------------------------------------------------------------------------------------------
