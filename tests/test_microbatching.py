@@ -209,7 +209,7 @@ MASK = jnp.array([1.0, 0, 0, 2, 0, 0, 1])
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, 7])
 def test_weighted_mean(partition, size):
     w, x = data(3, 2), data(7, 3, seed=1)
     fun = microbatch(token_loss, (1, 2), size, weighted_mean(), remainder="run", partition=partition)

@@ -113,7 +113,11 @@ def assert_close(got, want):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("gru", "weight norm") else name for name in MODELS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("gru", "weight norm", "attention", "conv3d") else name
+        for name in MODELS
+    ],
 )
 def test_modules_take_the_factored_path(name):
     _, params, x, y, loss, factored = set_up(name)
@@ -128,24 +132,37 @@ def test_modules_take_the_factored_path(name):
     assert "materialised" not in paths.values(), str(explanation)
 
 
-def test_transforms_of_micro_grad():
+def by_hand(grads):
+    norm = torch.stack([g.norm() for g in grads.values()]).norm()
+    return {k: g * (0.5 / norm).clamp(max=1) for k, g in grads.items()}
+
+
+TRANSFORMS = {
+    "by a number": lambda: mt.clip_by_global_norm(0.5),
+    "by a tensor": lambda: mt.clip_by_global_norm(torch.tensor(0.5)),
+    "by hand": lambda: by_hand,
+    "by a function of the norm": lambda: mt.rescale_by_norm(lambda n: torch.clamp(0.5 / n, max=1.0)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "by hand" else pytest.param(name, marks=pytest.mark.slow) for name in TRANSFORMS]
+)
+def test_transforms_of_micro_grad(name):
     _, params, x, y, loss, _ = set_up("linear")
-    by_hand = lambda g: {
-        k: v * (0.5 / torch.stack([u.norm() for u in g.values()]).norm()).clamp(max=1) for k, v in g.items()
-    }
     want, norms = one_by_one(loss, params, x, y, 0.5)
-    bound = torch.tensor(0.5)
-    automatic = mt.rescale_by_norm(lambda n: torch.clamp(0.5 / n, max=1.0))
-    for transform in (mt.clip_by_global_norm(0.5), mt.clip_by_global_norm(bound), by_hand, automatic):
-        fun = mt.micro_grad(
-            loss, batch_argnums=(1, 2), microbatch_size=3, transform_fn=transform, metrics_fn=mt.global_norm
-        )
-        got, aux = fun(params, x, y)
-        assert_close(got, want)
-        torch.testing.assert_close(aux.metrics, norms)
-        paths = {k: p.path for k, p in fun.explain(params, x, y).paths.items()}
-        assert paths["['0.weight']"] == paths["['3.weight']"] == "factored"
-    grads = torch.func.grad(loss)(params, x, y)
+    options = {"batch_argnums": (1, 2), "microbatch_size": 3, "metrics_fn": mt.global_norm}
+    fun = mt.micro_grad(loss, transform_fn=TRANSFORMS[name](), **options)
+    got, aux = fun(params, x, y)
+    assert_close(got, want)
+    torch.testing.assert_close(aux.metrics, norms)
+    paths = {k: p.path for k, p in fun.explain(params, x, y).paths.items()}
+    assert paths["['0.weight']"] == paths["['3.weight']"] == "factored"
+
+
+def test_a_transform_clips_a_tree_on_its_own():
+    grads = {"w": torch.ones(3, 4), "b": torch.tensor([3.0, -4.0])}
+    torch.testing.assert_close(mt.global_norm(grads), torch.tensor(37.0).sqrt())
     torch.testing.assert_close(mt.global_norm(mt.clip_by_global_norm(0.01)(grads)), torch.tensor(0.01))
 
 

@@ -67,6 +67,7 @@ def test_a_transformer_and_its_port_agree(kind: str, training: bool) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_port_that_scans_over_stacked_layers_agrees() -> None:
     model = make_transformer()
     params = shapes_of(scanned_params(plain_params(model)))
@@ -199,6 +200,7 @@ def test_a_wrong_derivative_alone_is_found() -> None:
     assert report.verdict("argument 0", "gradients") == "different"
 
 
+@pytest.mark.slow
 def test_a_rate_of_dropout_that_differs_is_a_problem() -> None:
     model = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.25)).train()
     x, w, b = torch.randn(9, 3), jnp.asarray(model[0].weight.detach()), jnp.asarray(model[0].bias.detach())
