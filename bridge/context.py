@@ -6,6 +6,7 @@ tensors that they capture, the key of the call's random draws, and where to leav
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -36,6 +37,7 @@ class Call:
     mutations: list[tuple[torch.Tensor, Any]] = dataclasses.field(default_factory=list)
     effects: list[Effect] = dataclasses.field(default_factory=list)
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
+    repeats: collections.Counter[Hashable] = dataclasses.field(default_factory=collections.Counter)
     draws: bool = False
     strided: str | None = None  # the line that asks for elements by their place in memory
     has_floats: bool = False  # Python floats among the arguments are inputs
@@ -47,6 +49,7 @@ class Call:
         """Mark the current trace as the one that runs the function once, from start to end."""
         self.state, self.mapping = get_opaque_trace_state(), mapping_trace()
         self.mutations = []
+        self.repeats.clear()
 
     def in_body(self) -> bool:
         """Whether no transform (vmap, scan, grad of the user's) stands between the call and the current trace."""
@@ -63,8 +66,16 @@ class Call:
         return not isinstance(value, jax.core.Tracer) or value._trace is self.mapping
 
     def number(self, function: Hashable) -> int:
-        """Functions of one call draw from different keys; the same function draws the same at the same row."""
-        return self.numbers.setdefault(function, len(self.numbers))
+        """Which key of the call a function draws from.
+
+        One that is called again draws anew, as in torch. Within a transform it draws what it drew first: a derivative
+        has the mask of its value.
+        """
+        again = 0
+        if self.in_body():
+            again = self.repeats[function]
+            self.repeats[function] += 1
+        return self.numbers.setdefault((function, again), len(self.numbers))
 
 
 class _Stack(threading.local):

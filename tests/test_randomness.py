@@ -389,11 +389,25 @@ def test_the_columns_of_a_jacobian_share_a_mask() -> None:
         assert set(matrix.unique().tolist()) == {0.0, 2.0}
 
 
-@pytest.mark.xfail(reason="one function draws the same in each of its calls")
 def test_a_function_that_a_transform_calls_twice_draws_twice() -> None:
     """An average over several masks, say: were they all one, the average would say nothing."""
-    differ = lift(lambda f: lambda x: f(x) - f(x))(lambda x: F.dropout(x))
-    assert differ(torch.ones(64)).any()
+    drop = lambda x: F.dropout(x)
+    both = lift(lambda f: lambda x: (f(x), f(x)))(drop)
+    x = torch.ones(64, requires_grad=True)
+    torch.manual_seed(0)
+    first, second = both(x)
+    assert not torch.equal(first, second)
+    (3 * first + 5 * second).sum().backward()
+    torch.testing.assert_close(x.grad, (3 * first + 5 * second).detach())
+    torch.manual_seed(0)
+    assert all(map(torch.equal, both(torch.ones(64)), (first, second)))
+
+
+def test_a_derivative_beside_a_value_has_its_mask() -> None:
+    three = lift(lambda f: lambda x: (f(x), jax.grad(lambda x: f(x).sum())(x), jax.jvp(f, (x,), (x,))[1]))
+    value, slope, moved = three(lambda x: F.dropout(x))(torch.ones(64))
+    assert torch.equal(value, slope)
+    assert torch.equal(value, moved)
 
 
 # One draw for each example
