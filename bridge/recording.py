@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from . import torch_internals as ti
-from .errors import TraceError, WrittenArgument, frozen_number
+from .errors import TraceError, WrittenArgument, frozen_number, refuse_seed
 from .graph import Graph, Meta, Value
 from .interception import Captured, Interception, is_traced_tensor, recording
 from .recorder import Recorder
@@ -96,8 +96,11 @@ def _numpy_state() -> Any:
 @contextlib.contextmanager
 def _unchanged_generators() -> Iterator[None]:
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), _numpy_state()
+    seed = torch.initial_seed()
     try:
         yield
+        if torch.initial_seed() != seed:  # torch.default_generator.manual_seed, which no mode sees
+            refuse_seed()
         if random.getstate() != python_state or pickle.dumps(_numpy_state()) != pickle.dumps(numpy_state):
             raise frozen_number()
     finally:

@@ -19,7 +19,6 @@ Fun = Callable[[torch.Tensor], torch.Tensor]
 D = torch.distributions
 
 # What fails today, with the reason: an entry that no longer fails is reported and has to go.
-_FIXED_WRONG = {"default_generator": "a seed given to the default generator inside is ignored in silence"}
 _ONE_MASK_WRONG = {"torch.func": "jacrev maps the backward pass, whose mask counts as a draw within vmap"}
 # One or two of each family run always, the others with the slow sweeps.
 _QUICK = frozenset(
@@ -279,7 +278,7 @@ FIXED: dict[str, tuple[Fun, bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", _params(FIXED, _FIXED_WRONG))
+@pytest.mark.parametrize("name", FIXED)
 def test_seeds_and_generators_inside_are_honoured_or_refused(name: str) -> None:
     fun, repeats = FIXED[name]
     call, x = _through(fun), torch.zeros(3)
