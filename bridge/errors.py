@@ -7,6 +7,7 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator
+from typing import Any
 
 from .user_code import LIBRARIES, OWN
 
@@ -40,6 +41,14 @@ def located(error: Exception) -> Exception:
     if not own or type(error) not in (TypeError, ValueError, TraceError) or _LOCATED.search(str(error)):
         return error
     return type(error)(f"{user_line()}: {error}").with_traceback(error.__traceback__)
+
+
+def calling_object(method: Any) -> Any:
+    """The object of which this very method is running, or None."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not method.__code__:
+        frame = frame.f_back
+    return None if frame is None else next(iter(frame.f_locals.values()))
 
 
 def is_raised_by_jax(error: BaseException) -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import torch_internals as ti
-from .errors import TraceError, user_line
+from .errors import TraceError, calling_object, user_line
 from .graph import Const, Meta, Node, Ref, Value
 from .lowerings import has_lowering
 from .values import jax_dtype
@@ -99,6 +100,13 @@ class Recorder(ti.TorchDispatchMode):
 
     def _refuse_values(self, func: Any, kwargs: dict[str, Any]) -> None:
         if func.overloadpacket in _VALUE_OPS:
+            layer = calling_object(_BatchNorm.forward)
+            if layer is not None:
+                raise TraceError(
+                    f"{user_line()}: {type(layer).__name__} with momentum=None needs the number of its batches as a "
+                    "Python number, which a program that is compiled once cannot give. Set a momentum, call .eval() on "
+                    "the module, or use a layer without running statistics (GroupNorm, LayerNorm)."
+                )
             raise TraceError(
                 f"{user_line()}: a Python number or bool was asked of a tensor that depends on the arguments (.item(), "
                 "int(), bool(), if, while). A traced function runs once and must not depend on values: use "
