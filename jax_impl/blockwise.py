@@ -109,10 +109,19 @@ def hessian(
         vector, unflatten = ravel_pytree(x)
         return jax.hessian(lambda v: f(unflatten(v)))(vector), unflatten
 
-    What differs: columns are computed a block at a time, by one linearisation of the gradient (forward over reverse).
-    Peak memory is that of the linearisation and of one block, ``residuals + M(1) * n / nbatches``, beside the result,
-    which with ``out`` is never on the device as a whole. Columns are written as rows, since a Hessian is symmetric;
-    this one is up to rounding, as that of ``jax.hessian``.
+    What differs:
+
+    * Columns are computed a block at a time, by one linearisation of the gradient (forward over reverse). Beside the
+      result, which with ``out`` is never on the device as a whole, memory is at most that of the linearisation and of
+      one block, ``residuals + M(1) * n / nbatches``, where ``M(1)`` is every intermediate value of one product with the
+      Hessian, its vector included.
+    * A single block is the program of ``jax.hessian``, and takes its memory. That can be less than the bound: XLA fuses
+      cheap products, and lays what comes before the result into the memory of the result, where a loop over blocks
+      already holds rows. So in a logistic regression with fewer examples than features, a logsumexp or a pairwise
+      energy, several blocks can take more than ``jax.hessian``; where products are more than their vectors, as in
+      networks, they take about ``1 / nbatches`` of it.
+    * Columns are written as rows, since a Hessian is symmetric; this one is up to rounding, as that of
+      ``jax.hessian``.
 
     After ``zodiax.hessian``; ``batch_size``, ``out`` and ``progress`` are added. The other arguments, the errors and
     compilation are as in :func:`jacobian`.

@@ -219,8 +219,8 @@ class _Loop:
         carry_shapes, y_shapes = map(jax.tree.leaves, traced.output)
 
         def result(carry: Arrays, ys: Arrays) -> tuple[Any, Any]:
-            carry, ys = map(with_weak_type, carry, carry_shapes), map(with_weak_type, ys, y_shapes)
-            return treedef.unflatten(carry), y_treedef.unflatten(ys)
+            typed = map(with_weak_type, carry, carry_shapes), map(with_weak_type, ys, y_shapes)
+            return treedef.unflatten(typed[0]), y_treedef.unflatten(typed[1])
 
         return cls(step, carry, leaves, count, reverse, unroll, y_shapes, result)
 

@@ -255,15 +255,60 @@ def parameters():
     return {"w": data(12, 24), "b": data(24), "v": data(24, 4)}  # 408 numbers
 
 
-@pytest.mark.parametrize("f", [network, logistic, attention])
+def regression(p):
+    """With more features than examples."""
+    return jnp.mean(jnp.logaddexp(0, data(32, 408) @ ravel_pytree(p)[0]))
+
+
+def logsumexp(p):
+    return jax.nn.logsumexp(ravel_pytree(p)[0])
+
+
+def pairwise_energy(p):
+    points = ravel_pytree(p)[0].reshape(-1, 6)
+    squares = jnp.sum((points[:, None] - points[None]) ** 2, -1)
+    return jnp.sum(jnp.sqrt(squares + jnp.eye(len(points))))
+
+
+NUMBERS = (1, 2, 3, 4, 8, 16)
+
+
+def used_by(f, p):
+    """Temporary memory by the number of blocks, and that of ``jax.hessian``."""
+    used = {k: temporary(lambda p, k=k: hessian(f, p, k)[0], p) for k in NUMBERS}
+    return used, temporary(lambda p: jax.hessian(lambda v: f(ravel_pytree(p)[1](v)))(ravel_pytree(p)[0]), p)
+
+
+@pytest.mark.parametrize("f", [network, logistic, pytest.param(attention, marks=pytest.mark.slow)])
 def test_hessian_memory_follows_the_block(f):
     p = parameters()
-    used = {k: temporary(lambda p, k=k: hessian(f, p, k)[0], p) for k in (1, 4, 16)}
-    plain = temporary(lambda p: jax.hessian(lambda v: f(ravel_pytree(p)[1](v)))(ravel_pytree(p)[0]), p)
+    used, plain = used_by(f, p)
     assert max(used.values()) <= plain
     kept = temporary(jax.grad(f), p)  # what a linearisation needs, however small the block
-    for k in (4, 16):
+    for k in NUMBERS[1:]:
         assert used[k] < 1.6 * used[1] / k + 4 * kept
+
+
+def values_in(jaxpr):
+    """Bytes of all that a jaxpr computes, wherever it calls another."""
+    inner = [[p.jaxpr for p in eqn.params.values() if hasattr(p, "jaxpr")] for eqn in jaxpr.eqns]
+    return sum(
+        sum(map(values_in, bodies)) if bodies else sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
+        for eqn, bodies in zip(jaxpr.eqns, inner, strict=True)
+    )
+
+
+@pytest.mark.parametrize("f", [regression, logsumexp, pairwise_energy])
+def test_hessian_memory_where_products_are_cheap(f):
+    vector, unflatten = ravel_pytree(parameters())
+    used, plain = used_by(f, parameters())
+    assert used[1] <= plain
+    multiply = jax.linearize(jax.grad(lambda v: f(unflatten(v))), vector)[1]
+    residuals = sum(leaf.nbytes for leaf in jax.tree.leaves(multiply))
+    product = vector.nbytes + values_in(jax.make_jaxpr(multiply)(vector).jaxpr)
+    for k, size in used.items():
+        assert size <= residuals + product * -(-len(vector) // k)
+    assert used[16] < used[2] / 2
 
 
 def test_blocks_are_written_into_the_result():
