@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 from .arguments import Function
 from .execution import Traced, as_varying
 from .slices import write
-from .trees import PyTree, as_array, flatten, flatten_with_names, positive, structure
+from .trees import PyTree, as_array, flatten, flatten_with_names, positive, structure, with_weak_type
 
 Unflatten: TypeAlias = Callable[[jax.Array], Any]
 Bar: TypeAlias = Callable[[Iterator[Any], int], Iterator[Any]]
@@ -75,7 +75,8 @@ def jacobian(
         TypeError: ``f`` returns no single array of floats, ``x`` holds complex numbers, no floats or no numbers,
             ``out`` is no NumPy array of the right dtype, an option of a wrong type.
         ValueError: A size that is not positive, ``nbatches`` larger than n, ``nbatches`` and ``batch_size`` together,
-            an unknown ``mode``, ``out`` of the wrong shape or not writeable.
+            an unknown ``mode``, ``out`` of the wrong shape, not writeable, or whose elements
+            share memory.
         ImportError: ``progress`` without tqdm.
 
     Example:
@@ -108,10 +109,19 @@ def hessian(
         vector, unflatten = ravel_pytree(x)
         return jax.hessian(lambda v: f(unflatten(v)))(vector), unflatten
 
-    What differs: columns are computed a block at a time, by one linearisation of the gradient (forward over reverse).
-    Peak memory is that of the linearisation and of one block, ``residuals + M(1) * n / nbatches``, beside the result,
-    which with ``out`` is never on the device as a whole. Columns are written as rows, since a Hessian is symmetric;
-    this one is up to rounding, as that of ``jax.hessian``.
+    What differs:
+
+    * Columns are computed a block at a time, by one linearisation of the gradient (forward over reverse). Beside the
+      result, which with ``out`` is never on the device as a whole, memory is at most that of the linearisation and of
+      one block, ``residuals + M(1) * n / nbatches``, where ``M(1)`` is every intermediate value of one product with the
+      Hessian, its vector included.
+    * A single block is the program of ``jax.hessian``, and takes its memory. That can be less than the bound: XLA fuses
+      cheap products, and lays what comes before the result into the memory of the result, where a loop over blocks
+      already holds rows. So in a logistic regression with fewer examples than features, a logsumexp or a pairwise
+      energy, several blocks can take more than ``jax.hessian``; where products are more than their vectors, as in
+      networks, they take about ``1 / nbatches`` of it.
+    * Columns are written as rows, since a Hessian is symmetric; this one is up to rounding, as that of
+      ``jax.hessian``.
 
     After ``zodiax.hessian``; ``batch_size``, ``out`` and ``progress`` are added. The other arguments, the errors and
     compilation are as in :func:`jacobian`.
@@ -271,6 +281,7 @@ def hessian_to_pytree(H: Any, x: PyTree) -> Any:
         x: The pytree that ``H`` was computed for; only its shapes count.
 
     Raises:
+        TypeError: ``H`` is no array.
         ValueError: ``H`` is not ``[n, n]`` for the n numbers of ``x``.
 
     Example:
@@ -280,6 +291,8 @@ def hessian_to_pytree(H: Any, x: PyTree) -> Any:
         >>> hessian_to_pytree(hessian(lambda x: jnp.sum(x["a"]) * x["b"] ** 2, x)[0], x)["b"]["a"]
         Array([6., 6.], dtype=float32)
     """
+    if not hasattr(H, "shape") or not hasattr(H, "__getitem__"):
+        raise TypeError(f"H must be an array, got a {type(H).__name__}.")
     leaves, treedef = flatten(x)
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     ends = np.cumsum([math.prod(shape) for shape in shapes], dtype=int).tolist()
@@ -307,6 +320,7 @@ class Layout:
     dtype: Any
     unit_dtype: Any
     size: int
+    weak_type: bool
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -332,8 +346,10 @@ class Layout:
         """So many rows or columns, from the function that was linearised."""
         units = jnp.asarray(start + jnp.arange(size)[:, None] == jnp.arange(self.count), self.unit_dtype)
         if self.kind == "reverse":
-            return jax.vmap(lambda unit: linear(unit)[0])(units.reshape(size, *self.outputs))
-        return jax.vmap(linear, out_axes=-1 if self.axis else 0)(units).astype(self.dtype)
+            values = jax.vmap(lambda unit: linear(unit)[0])(units.reshape(size, *self.outputs))
+        else:
+            values = jax.vmap(linear, out_axes=-1 if self.axis else 0)(units).astype(self.dtype)
+        return with_weak_type(values, self)
 
     def places(self) -> Iterator[tuple[slice, int]]:
         """The place of each block, and where to start computing it, so that all are of one size."""
@@ -392,7 +408,7 @@ class Matrix:
         starts = jnp.asarray([start for _, start in layout.places()], jnp.int32)
         empty = as_varying(lambda result: step(result, starts[0]), jnp.zeros(layout.shape, layout.dtype))
         result, _ = jax.lax.scan(lambda result, start: (step(result, start), None), empty, starts)
-        return result.reshape(layout.result_shape)
+        return with_weak_type(result.reshape(layout.result_shape), layout)
 
     def blocks(self, jit: bool, bar: Bar) -> Iterator[tuple[slice, jax.Array]]:
         """The blocks, from Python."""
@@ -411,7 +427,8 @@ class Matrix:
         if isinstance(self.x, jax.core.Tracer):
             raise TypeError("out and progress need the values of x, which jax.jit traces. Call this outside of it.")
         if out is None:
-            return jnp.asarray(self._fill(np.empty(self.layout.result_shape, self.layout.dtype), jit, bar))
+            result = self._fill(np.empty(self.layout.result_shape, self.layout.dtype), jit, bar)
+            return with_weak_type(jnp.asarray(result), self.layout)
         check_array(out)
         self.layout.check_out(out.shape, out.dtype.name)
         return self._fill(out, jit, bar)
@@ -426,6 +443,19 @@ def check_array(out: Any) -> None:
         raise TypeError(f"out must be a NumPy array or memmap, got a {type(out).__name__}.")
     if not out.flags.writeable:
         raise ValueError("out must be writeable. Open a memmap with mode 'r+' or 'w+'.")
+    check_no_overlap(out.shape, out.strides, out.itemsize)
+
+
+def check_no_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
+    """Raise a ValueError for an ``out`` whose elements share memory: what is written to one would change another."""
+    reach = itemsize  # of what the axes with smaller strides span
+    for stride, length in sorted((abs(stride), length) for stride, length in zip(strides, shape, strict=True)):
+        if length > 1 and stride < reach and 0 not in shape:
+            raise ValueError(
+                "out must hold each element at a place of its own, got an expanded or overlapping view (shape "
+                f"{tuple(shape)}, strides {tuple(strides)}). Pass one with memory of its own, as that of empty()."
+            )
+        reach += stride * (length - 1)
 
 
 def hessian_matrix(f: Function, x: PyTree, checkpoint: bool, nbatches: int, batch_size: int | None) -> Matrix:
@@ -437,7 +467,7 @@ def hessian_matrix(f: Function, x: PyTree, checkpoint: bool, nbatches: int, batc
             "Reduce it, for instance by a sum."
         )
     n = len(vector)
-    layout = Layout("hessian", n, (), vector.dtype, vector.dtype, _size(n, n, nbatches, batch_size))
+    layout = Layout("hessian", n, (), vector.dtype, vector.dtype, _size(n, n, nbatches, batch_size), vector.weak_type)
     # As in jax.hessian: for the same products, XLA plans up to a fifth less memory than around jax.grad.
     return Matrix(vector, unflatten, lambda v: jax.linearize(jax.jacrev(fun), v)[1], layout)
 
@@ -458,11 +488,11 @@ def jacobian_matrix(
     reverse = mode == "reverse" or (mode == "auto" and m < n and not is_complex)
     # What nbatches may be does not depend on what "auto" decides.
     size = _size(m if reverse else n, m if mode == "reverse" else n, nbatches, batch_size)
-    dtype = output.dtype if is_complex else vector.dtype
+    dtype, weak = (output.dtype, False) if is_complex else (vector.dtype, vector.weak_type)
     if reverse:
-        layout = Layout("reverse", n, output.shape, dtype, output.dtype, size)
+        layout = Layout("reverse", n, output.shape, dtype, output.dtype, size, weak)
         return Matrix(vector, unflatten, lambda v: jax.vjp(fun, v)[1], layout)
-    layout = Layout("forward", n, output.shape, dtype, vector.dtype, size)
+    layout = Layout("forward", n, output.shape, dtype, vector.dtype, size, weak)
     return Matrix(vector, unflatten, lambda v: jax.linearize(fun, v)[1], layout)
 
 

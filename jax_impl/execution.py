@@ -16,7 +16,7 @@ from .arguments import Batch, Function
 from .factored import Explanation, Factored
 from .fitting import Output, bind, match
 from .partition import Plan
-from .trees import PyTree, flatten_with_names, outlined, structure, varying_axes
+from .trees import PyTree, flatten_with_names, outlined, structure, varying_axes, with_weak_type
 
 VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
 
@@ -36,7 +36,8 @@ class Traced:
 def _call(closed: ClosedJaxpr, *inputs: Any) -> list[jax.Array]:
     """The jaxpr's outputs; a constant among them comes out as a Python number otherwise."""
     outs = zip(jaxpr_as_fun(closed)(*inputs), closed.out_avals, strict=True)
-    return [x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype) for x, aval in outs]
+    arrays = [(x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype), aval) for x, aval in outs]
+    return [with_weak_type(x, aval) for x, aval in arrays]
 
 
 def accumulate(
@@ -225,7 +226,7 @@ def _never_empty(leaves: Sequence[jax.Array], batch: Batch, rows: int) -> list[j
     if batch.rows:
         return list(leaves)
     pairs = zip(leaves, batch.axes, strict=True)
-    return [jnp.zeros((*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :]), leaf.dtype) for leaf, axis in pairs]
+    return [jnp.zeros_like(leaf, shape=(*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :])) for leaf, axis in pairs]
 
 
 def _describe(main: Traced, left: Traced, plan: Plan, per_example: bool, zeros: frozenset[int]) -> PyTree:

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .execution import Traced
-from .trees import PyTree, as_array, flatten_with_names, integer, positive, structure
+from .trees import PyTree, as_array, flatten_with_names, integer, positive, structure, with_weak_type
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Arrays = list[jax.Array]
@@ -39,8 +40,9 @@ def sliced_scan(
 
     for every slice that Python allows. What differs:
 
-    * The full ``ys`` never exist. Memory is that of the kept outputs, twice where ``step`` is negative, or where both
-      the first and the last step are kept and some between are not.
+    * The full ``ys`` never exist. Memory is that of the kept outputs. They exist twice where ``step`` is negative, and
+      where fewer than ``abs(step) - 1`` steps lie before the first and after the last kept one together (as in
+      ``[::k]`` of a length that is no multiple of k, whose last stride is cut short).
     * What ``f`` computes for an output that is not kept, and for nothing else, is left out by XLA.
     * ``xs`` is read one stride at a time. It is copied as a whole unless the scan consists of whole strides, as for
       ``[::k]`` and ``[k - 1 :: k]`` with a length that is a multiple of k.
@@ -186,12 +188,14 @@ class _Loop:
         """Check the arguments and trace the step."""
         if not callable(f):
             raise TypeError(f"f must be callable, got {f!r}.")
+        if not isinstance(reverse, (bool, np.bool_)):
+            raise TypeError(f"reverse must be a bool, got {reverse!r}.")
         if not isinstance(unroll, bool):
             unroll = positive("unroll", unroll, "or a bool")
         named, xs_treedef = flatten_with_names(xs, "xs")
         leaves = [as_array(leaf, name, "Pass what all steps share by a closure.") for name, leaf in named]
         count = _common_length([name for name, _ in named], leaves, length)
-        x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=leaf.weak_type) for leaf in leaves]
         named, treedef = flatten_with_names(init, "init")
         carry = [as_array(leaf, name, "Wrap it in Static, or leave it out of the carry.") for name, leaf in named]
         names = [name for name, _ in named]
@@ -212,10 +216,13 @@ class _Loop:
             out = jax.tree.leaves(traced(*carry, *x))
             return out[: len(carry)], out[len(carry) :]
 
-        def result(carry: Arrays, ys: Arrays) -> tuple[Any, Any]:
-            return treedef.unflatten(carry), y_treedef.unflatten(ys)
+        carry_shapes, y_shapes = map(jax.tree.leaves, traced.output)
 
-        return cls(step, carry, leaves, count, reverse, unroll, jax.tree.leaves(traced.output[1]), result)
+        def result(carry: Arrays, ys: Arrays) -> tuple[Any, Any]:
+            typed = map(with_weak_type, carry, carry_shapes), map(with_weak_type, ys, y_shapes)
+            return treedef.unflatten(typed[0]), y_treedef.unflatten(typed[1])
+
+        return cls(step, carry, leaves, count, reverse, unroll, y_shapes, result)
 
     def part(self, first: int, last: int) -> _Loop:
         """The iterations from ``first`` up to ``last``, which is left out."""
@@ -340,8 +347,7 @@ def _promoted(carry: Arrays, after: PyTree) -> Arrays | None:
     """The carry with Python numbers in the types that ``f`` gives them, as in ``lax.scan``; None if none changes."""
 
     def moves(before: jax.Array, after: Any) -> bool:
-        differs = before.dtype != after.dtype or not after.weak_type
-        return before.weak_type and differs and jnp.result_type(before, after.dtype) == after.dtype
+        return before.weak_type and before.dtype != after.dtype == jnp.result_type(before, after.dtype)
 
     pairs = list(zip(carry, jax.tree.leaves(after), strict=True))
     if not any(moves(c, a) for c, a in pairs):

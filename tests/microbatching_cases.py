@@ -20,6 +20,11 @@ def assert_same(actual, expected, exact=False):
         np.testing.assert_allclose(a, e, rtol=0, atol=32 * eps * scale)
 
 
+def weak_types(tree):
+    """Which leaves take the dtype of what they meet, as a Python number does."""
+    return jax.tree.map(lambda leaf: getattr(leaf, "weak_type", False), tree)
+
+
 def data(*shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
 

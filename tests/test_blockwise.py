@@ -12,7 +12,7 @@ import pytest
 import zodiax
 from hypothesis import given, settings
 from jax.flatten_util import ravel_pytree
-from microbatching_cases import assert_same, data
+from microbatching_cases import assert_same, data, weak_types
 
 from microtome.jax_impl import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 
@@ -140,6 +140,34 @@ def test_mixed_dtypes_come_back_as_they_were():
         assert hessian(lambda x: jnp.sum(x[0] * x[1]), (np.ones(2), np.ones(2, np.float32)))[0].dtype == jnp.float64
 
 
+WEAK = {
+    "number": 0.5,
+    "array": jnp.full(3, 0.5),
+    "tree": {"a": 0.5, "b": jnp.full(2, 1.5)},
+    "mixed": {"a": jnp.full(2, 1.5), "b": jnp.ones(1)},
+    "strong": jnp.ones(3),
+}
+
+
+@pytest.mark.parametrize("case", WEAK)
+def test_weak_types_are_those_of_the_plain_derivatives(case):
+    x = WEAK[case]
+    total = lambda x: sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(x))
+    wide = lambda x: total(x) * jnp.ones((2, 4))
+    jacobians = {"total": plain(jax.jacobian, total, x), "wide": plain(jax.jacobian, wide, x)}
+    for nbatches in (1, 2, 3):
+        if nbatches > jacobians["total"].size:
+            continue
+        for mode in ("auto", "forward"):
+            ours = {"total": jacobian(total, x, nbatches, mode=mode), "wide": jacobian(wide, x, nbatches, mode=mode)}
+            assert weak_types({name: matrix for name, (matrix, _) in ours.items()}) == weak_types(jacobians)
+        expected = plain(jax.hessian, total, x)
+        assert expected.weak_type == (case not in ("mixed", "strong"))
+        for options in ({}, {"progress": True}):
+            assert hessian(total, x, nbatches, **options)[0].weak_type == expected.weak_type
+        assert all(rows.weak_type == expected.weak_type for _, rows in hessian_blocks(total, x, nbatches))
+
+
 def test_a_complex_result():
     f = lambda x: jnp.exp(1j * x) * x[0]
     assert_same(jacobian(f, data(5), 2)[0], jax.jit(jax.jacfwd(f))(data(5)))
@@ -227,15 +255,60 @@ def parameters():
     return {"w": data(12, 24), "b": data(24), "v": data(24, 4)}  # 408 numbers
 
 
-@pytest.mark.parametrize("f", [network, logistic, attention])
+def regression(p):
+    """With more features than examples."""
+    return jnp.mean(jnp.logaddexp(0, data(32, 408) @ ravel_pytree(p)[0]))
+
+
+def logsumexp(p):
+    return jax.nn.logsumexp(ravel_pytree(p)[0])
+
+
+def pairwise_energy(p):
+    points = ravel_pytree(p)[0].reshape(-1, 6)
+    squares = jnp.sum((points[:, None] - points[None]) ** 2, -1)
+    return jnp.sum(jnp.sqrt(squares + jnp.eye(len(points))))
+
+
+NUMBERS = (1, 2, 3, 4, 8, 16)
+
+
+def used_by(f, p):
+    """Temporary memory by the number of blocks, and that of ``jax.hessian``."""
+    used = {k: temporary(lambda p, k=k: hessian(f, p, k)[0], p) for k in NUMBERS}
+    return used, temporary(lambda p: jax.hessian(lambda v: f(ravel_pytree(p)[1](v)))(ravel_pytree(p)[0]), p)
+
+
+@pytest.mark.parametrize("f", [network, logistic, pytest.param(attention, marks=pytest.mark.slow)])
 def test_hessian_memory_follows_the_block(f):
     p = parameters()
-    used = {k: temporary(lambda p, k=k: hessian(f, p, k)[0], p) for k in (1, 4, 16)}
-    plain = temporary(lambda p: jax.hessian(lambda v: f(ravel_pytree(p)[1](v)))(ravel_pytree(p)[0]), p)
+    used, plain = used_by(f, p)
     assert max(used.values()) <= plain
     kept = temporary(jax.grad(f), p)  # what a linearisation needs, however small the block
-    for k in (4, 16):
+    for k in NUMBERS[1:]:
         assert used[k] < 1.6 * used[1] / k + 4 * kept
+
+
+def values_in(jaxpr):
+    """Bytes of all that a jaxpr computes, wherever it calls another."""
+    inner = [[p.jaxpr for p in eqn.params.values() if hasattr(p, "jaxpr")] for eqn in jaxpr.eqns]
+    return sum(
+        sum(map(values_in, bodies)) if bodies else sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
+        for eqn, bodies in zip(jaxpr.eqns, inner, strict=True)
+    )
+
+
+@pytest.mark.parametrize("f", [regression, logsumexp, pairwise_energy])
+def test_hessian_memory_where_products_are_cheap(f):
+    vector, unflatten = ravel_pytree(parameters())
+    used, plain = used_by(f, parameters())
+    assert used[1] <= plain
+    multiply = jax.linearize(jax.grad(lambda v: f(unflatten(v))), vector)[1]
+    residuals = sum(leaf.nbytes for leaf in jax.tree.leaves(multiply))
+    product = vector.nbytes + values_in(jax.make_jaxpr(multiply)(vector).jaxpr)
+    for k, size in used.items():
+        assert size <= residuals + product * -(-len(vector) // k)
+    assert used[16] < used[2] / 2
 
 
 def test_blocks_are_written_into_the_result():
@@ -345,6 +418,16 @@ loss = lambda x: jnp.sum(x["w"]) * x["b"][0]
 out_of = lambda shape, dtype=np.float32: np.full(shape, 7, dtype)
 READ_ONLY = out_of((5, 5))
 READ_ONLY.flags.writeable = False
+
+
+def view(shape, strides):
+    """A writeable view whose elements are so many floats apart."""
+    return np.lib.stride_tricks.as_strided(out_of(60), shape, [4 * stride for stride in strides])
+
+
+SHARED = {"expanded": (0, 1), "constant": (0, 0), "diagonals": (1, 1), "rows that overlap": (4, 1),
+          "columns that overlap": (1, 4), "backwards": (-0, 2), "an axis that reaches too far": (3, 2)}  # fmt: skip
+APART = {"rows": (5, 1), "columns": (1, 5), "gaps": (11, 2), "columns with gaps": (2, 11), "tight": (9, 2)}
 BOTH = {
     "nbatches zero": (ValueError, "nbatches must be a positive int, got 0", lambda d: d(loss, X, 0)),
     "nbatches float": (TypeError, "nbatches must be a positive int, got 2.0 of type float", lambda d: d(loss, X, 2.0)),
@@ -388,6 +471,7 @@ OWN = {
                   lambda: jax.jit(lambda x: hessian(loss, x, out=out_of((5, 5)))[0])(X)),
     "H": (ValueError, "H must have shape (5, 5) for the 5 numbers of x, got (4, 4)",
           lambda: hessian_to_pytree(jnp.ones((4, 4)), X)),
+    "H of lists": (TypeError, "H must be an array, got a list", lambda: hessian_to_pytree([[1.0]], {"a": 1.0})),
     "H rank": (ValueError, "got (5,)", lambda: hessian_to_pytree(jnp.ones(5), X)),
     "v": (ValueError, "v must have the shapes of x, or be a vector of 5: v['w'] has (2,), x has (2, 2) there",
           lambda: hvp(loss, X)({"w": jnp.ones(2), "b": jnp.ones(1)})),
@@ -419,3 +503,27 @@ def test_errors_of_out(case):
     with pytest.raises(kind, match=re.escape(message)):
         hessian(loss, X, out=out)
     assert np.array_equal(before, np.array(out))
+
+
+@pytest.mark.parametrize("derivative", [hessian, jacobian])
+def test_out_whose_elements_share_memory(derivative):
+    f = loss if derivative is hessian else lambda x: jnp.concatenate([x["w"].ravel() ** 2, x["b"]])
+    for strides in SHARED.values():
+        out = view((5, 5), strides)
+        with pytest.raises(ValueError, match="out must hold each element at a place of its own"):
+            derivative(f, X, 2, out=out)
+        assert (out == 7).all()
+    expected = derivative(f, X)[0]
+    for strides in APART.values():
+        assert_same(jnp.asarray(derivative(f, X, 2, out=view((5, 5), strides))[0]), expected)
+    assert_same(jnp.asarray(derivative(f, X, 2, out=view((5, 5), (5, 1))[::-1, ::-1])[0]), expected)
+    alone = np.broadcast_to(np.zeros(1, np.float32), (1, 1))  # a single element overlaps with none
+    alone.flags.writeable = True
+    assert hessian(lambda x: x**2, 1.0, out=alone)[0] == 2
+
+
+@pytest.mark.parametrize("nbatches", [1, 2, 5])
+def test_out_over_the_memory_of_x(nbatches):
+    x = np.arange(1.0, 6.0, dtype=np.float32)
+    expected = 3 * x**2
+    assert_same(jnp.asarray(jacobian(lambda x: jnp.sum(x**3), x, nbatches, mode="forward", out=x)[0]), expected)

@@ -10,7 +10,7 @@ import numpy as np
 import powerpax
 import pytest
 from hypothesis import given, settings
-from microbatching_cases import assert_same, data
+from microbatching_cases import assert_same, data, weak_types
 
 from microtome.jax_impl import chunked_vmap
 
@@ -63,6 +63,27 @@ def test_structured_axes():
             assert_same(actual, jax.vmap(fun, in_axes, out_axes)(pair, w))
     assert_same(chunked_vmap(lambda x, *, y: x + y, 3, None)(1.0, y=data(7)), 1 + data(7))
     assert_same(chunked_vmap(lambda x, *, flag: x if flag else -x, 3)(data(7), flag=True), data(7))
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8])
+def test_weak_types_are_those_of_vmap(length):
+    def fun(x, key, *, shared):
+        kept = {"weak": x * 2, "number": 1.0, "whole": 3, "shared": shared + 1, "flag": x > 0}
+        return kept | {"strong": jnp.float16(1) * x, "mixed": (x + shared, key, jnp.float32(x))}
+
+    weak = {"x": jnp.full(length, 0.5), "shared": 2.0}
+    out_axes = dict.fromkeys(("weak", "number", "whole", "flag", "strong", "mixed"), 0) | {"shared": None}
+    for x in (weak, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weak)):
+        keys = jax.random.split(jax.random.key(0), length)
+        map_by = lambda vmap, x=x, keys=keys: jax.jit(
+            vmap(lambda a, key: fun(a, key, shared=x["shared"]), in_axes=0, out_axes=out_axes)
+        )(x["x"], keys)
+        expected = map_by(jax.vmap)
+        assert expected["weak"].weak_type == (x is weak)
+        for chunk in (None, 1, 2, 3, 8, 11):
+            actual = map_by(lambda fun, chunk=chunk, **axes: chunked_vmap(fun, chunk, **axes))
+            assert weak_types(actual) == weak_types(expected)
+            assert (actual["weak"] + jnp.float16(1)).dtype == (expected["weak"] + jnp.float16(1)).dtype
 
 
 def loss_by(vmap):

@@ -11,7 +11,7 @@ import numpy as np
 import powerpax
 import pytest
 from hypothesis import given, settings
-from microbatching_cases import assert_same, data
+from microbatching_cases import assert_same, data, weak_types
 
 from microtome.jax_impl import Static, checkpoint_chunked_scan, sliced_scan
 from microtome.jax_impl.scanning import near_root
@@ -93,6 +93,33 @@ def test_python_numbers_in_the_carry_take_the_type_that_the_step_gives():
         (lambda c, x: ((c[0] + 1, c[1] * x), c), (jnp.int8(3), 1)),
     ]:
         assert_same(sliced_scan(f, init, data(4), step=2), scan_and_slice(f, init, data(4), step=2))
+
+
+STEPS_OF_SOME_TYPE = {
+    "numbers": (lambda c, x: (c, (1.0, 2, x * 2, x.astype(jnp.float16))), jnp.float32(1)),
+    "weak carry": (lambda c, x: (c * 2, c), 0.5),
+    "weak carry that x makes strong": (lambda c, x: (c * jnp.float16(x), c + 1), 0.5),
+    "strong carry that becomes weak": (lambda c, x: (1.0, c), jnp.float32(1)),
+    "several": (lambda c, x: ((c[1], c[0] + x), {"a": c[0], "b": (x, None)}), (0.5, 2.0)),
+}
+
+
+@pytest.mark.parametrize("case", STEPS_OF_SOME_TYPE)
+@pytest.mark.parametrize("weak", [True, False])
+def test_weak_types_are_those_of_a_scan(case, weak):
+    f, init = STEPS_OF_SOME_TYPE[case]
+    for length in (0, 1, 7):
+        xs = jnp.full(length, 0.5) if weak else jnp.full(length, 0.5, jnp.float32)
+        assert xs.weak_type == weak
+        expected = jax.lax.scan(f, init, xs)
+        for kept in ({}, {"step": 3}, {"start": 1, "step": 3}, {"step": -2}, {"start": 2, "stop": 2}, {"stop": 1}):
+            actual = sliced_scan(f, init, xs, **kept)
+            assert weak_types(actual) == weak_types(expected)
+            assert_same(actual, scan_and_slice(f, init, xs, **kept))
+        for chunk in (None, 1, 2, 7, "auto"):
+            actual = checkpoint_chunked_scan(f, init, xs, chunk_size=chunk)
+            assert weak_types(actual) == weak_types(expected)
+            assert_same(actual, expected)
 
 
 def test_without_xs():
@@ -298,6 +325,10 @@ ERRORS = {
               lambda scan: scan(lambda c, x: ((c[0], jnp.tile(c[1], 2)), x), (0.0, jnp.ones(2)), np.ones(3))),
     "tree": (TypeError, "the carry must keep its tree from step to step",
              lambda scan: scan(lambda c, x: ((c,), x), 0.0, np.ones(3))),
+    "reverse": (TypeError, "reverse must be a bool, got 'yes'",
+                lambda scan: scan(good, 0.0, np.ones(3), reverse="yes")),
+    "reverse as a number": (TypeError, "reverse must be a bool, got 2",
+                            lambda scan: scan(good, 0.0, np.ones(3), reverse=2)),
     "unroll": (ValueError, "unroll must be a positive int or a bool, got 0",
                lambda scan: scan(good, 0.0, np.ones(3), unroll=0)),
 }  # fmt: skip

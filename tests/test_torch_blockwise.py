@@ -270,6 +270,14 @@ OUTS = {
               torch.zeros(7, 7, dtype=torch.float64)),
     "kind": (TypeError, "out must be a tensor, or a NumPy array or memmap, got a list", [1.0]),
     "grad": (ValueError, "out must not require grad", torch.zeros(7, 7, requires_grad=True)),
+    "a part of what requires grad": (ValueError, "out must not require grad",
+                                     torch.zeros(8, 7, requires_grad=True)[1:]),
+    "expanded": (ValueError, "out must hold each element at a place of its own", torch.zeros(7).expand(7, 7)),
+    "overlapping": (ValueError, "expanded or overlapping view (shape (7, 7), strides (1, 1))",
+                    torch.zeros(13).as_strided((7, 7), (1, 1))),
+    "sparse": (ValueError, "out must be a dense tensor, got a sparse or nested one (torch.sparse_coo)",
+               torch.zeros(7, 7).to_sparse()),
+    "inference": (ValueError, "out is an inference tensor", torch.inference_mode()(torch.zeros)(7, 7)),
     "device": (ValueError, "out must be on the CPU or on the device of x, cpu, got meta",
                torch.zeros(7, 7, device="meta")),
 }  # fmt: skip
@@ -285,7 +293,43 @@ def test_errors(case):
 @pytest.mark.parametrize("case", OUTS)
 def test_errors_of_out(case):
     kind, message, out = OUTS[case]
+    calls = []
+    f = lambda x: (calls.append(1), scalar(x))[1]
     with pytest.raises(kind, match=re.escape(message)):
-        mt.hessian(scalar, X, out=out)
+        mt.hessian(f, X, out=out)
+    assert not calls or case in ("shape", "dtype")  # those of the result are known from a trace
     if isinstance(out, torch.Tensor) and out.device.type == "cpu":
-        assert not out.any()
+        assert not out.to_dense().any()
+
+
+def test_out_in_inference_mode():
+    with torch.inference_mode():
+        out = torch.zeros(7, 7)
+        assert_same(mt.hessian(scalar, tree(), 2, out=out)[0].clone(), H)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "jacrev"])
+def test_out_and_blocks_need_values(transform):
+    calls = {
+        "out": lambda x: mt.hessian(lambda x: (x**3).sum(), x, 2, out=torch.zeros(3, 3))[0].sum(),
+        "numpy": lambda x: torch.as_tensor(mt.jacobian(lambda x: x**3, x, out=np.zeros((3, 3), np.float32))[0]).sum(),
+        "progress": lambda x: mt.hessian(lambda x: (x**3).sum(), x, progress=True)[0].sum(),
+        "blocks": lambda x: next(mt.hessian_blocks(lambda x: (x**3).sum(), x))[1].sum(),
+        "blocks of columns": lambda x: next(mt.jacobian_blocks(lambda x: x**3, x))[1].sum(),
+    }
+    for call in calls.values():
+        run = {
+            "vmap": lambda call=call: torch.func.vmap(call)(data(2, 3)),
+            "grad": lambda call=call: torch.func.grad(call)(data(3)),
+            "jvp": lambda call=call: torch.func.jvp(call, (data(3),), (data(3),)),
+            "jacrev": lambda call=call: torch.func.jacrev(call)(data(3)),
+        }[transform]
+        with pytest.raises(TypeError, match=r"need the values of x, which torch\.func transforms hold back"):
+            run()
+
+
+def test_out_over_the_memory_of_x():
+    x = data(3)
+    expected = 3 * x**2
+    mt.jacobian(lambda x: (x**3).sum(), x, 3, mode="forward", out=x)
+    assert_same(x, expected)

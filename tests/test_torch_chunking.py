@@ -179,3 +179,29 @@ def test_errors(case):
     kind, message, call = ERRORS[case]
     with pytest.raises(kind, match=re.escape(message)):
         call()
+
+
+def of(a, b=None, *, c=None):
+    return a
+
+
+LENGTHS = {
+    "arguments": ((0, 1), (torch.ones(3), torch.ones(2, 4)), {}, "a has 3 (axis 0), b has 4 (axis 1)"),
+    "another axis first": ((1, 0), (torch.ones(2, 3), torch.ones(4)), {}, "a has 3 (axis 1), b has 4 (axis 0)"),
+    "a tree of one length": ((1, 0), ({"x": torch.ones(2, 3), "y": torch.ones(1, 3)}, torch.ones(4)), {},
+                             "a['x'] has 3 (axis 1), a['y'] has 3 (axis 1), b has 4 (axis 0)"),
+    "within a tree": (0, ({"x": torch.ones(3), "y": [torch.ones(4)]},), {},
+                      "a['x'] has 3 (axis 0), a['y'][0] has 4 (axis 0)"),
+    "a keyword": ((1,), (torch.ones(2, 3),), {"c": {"z": torch.ones(4)}}, "a has 3 (axis 1), c['z'] has 4 (axis 0)"),
+    "a shared argument first": ((None, -1), (torch.ones(5), torch.ones(2, 3)), {"c": torch.ones(4)},
+                                "b has 3 (axis 1), c has 4 (axis 0)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+@pytest.mark.parametrize("transform", ["chunked_vmap", "micro_vmap"])
+def test_lengths_that_differ_are_named_as_they_were_passed(transform, case):
+    axes, args, kwargs, shown = LENGTHS[case]
+    mapped = mt.chunked_vmap(of, 2, axes) if transform == "chunked_vmap" else mt.micro_vmap(of, axes)
+    with pytest.raises(ValueError, match=re.escape(f"must have the same number of rows: {shown}. ")):
+        mapped(*args, **kwargs)

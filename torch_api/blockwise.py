@@ -13,6 +13,7 @@ import torch
 
 from .. import jax_impl
 from ..bridge import as_torch, to_jax
+from ..bridge import torch_internals as ti
 from ..bridge.captures import is_traced
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import Rows, flatten, to_jax_tree, to_torch_tree
@@ -21,6 +22,7 @@ from ..jax_impl.blockwise import (
     Layout,
     Matrix,
     check_array,
+    check_no_overlap,
     coordinates,
     hessian_matrix,
     jacobian_matrix,
@@ -78,7 +80,8 @@ def jacobian(
         TypeError: ``f`` returns no single tensor of floats, ``x`` holds complex numbers or no floats, ``out`` of a
             wrong kind or dtype, an option of a wrong type.
         ValueError: a size that is not positive, ``nbatches`` larger than n, ``nbatches`` and ``batch_size`` together,
-            an unknown ``mode``, ``out`` of a wrong shape or device, or one that requires grad.
+            an unknown ``mode``, ``out`` of a wrong shape or device, one that requires grad, is sparse, or expanded, or
+            an inference tensor outside of inference mode.
         ImportError: ``progress`` without tqdm.
 
     >>> import torch
@@ -255,6 +258,7 @@ def hessian_to_pytree(H: Any, x: Any) -> Any:
     After ``zodiax.hessian_to_pytree``.
 
     Raises:
+        TypeError: ``H`` is no array.
         ValueError: ``H`` is not ``[n, n]`` for the n numbers of ``x``.
 
     >>> import torch
@@ -304,6 +308,11 @@ def _blocks(
 ) -> tuple[Layout, Iterator[tuple[slice, torch.Tensor]]]:
     """The layout, and the blocks to be computed one by one."""
     bar = progress_bar(progress)
+    if ti.are_functorch_transforms_active():
+        raise TypeError(
+            "out, progress and blocks one by one need the values of x, which torch.func transforms hold back. Call "
+            "this outside of vmap, grad and the like, or without these options."
+        )
     linear, layout = _linearise(matrix, x, out)
 
     block: Any = as_torch(lambda linear, start: layout.block(linear, start, layout.size))
@@ -343,6 +352,16 @@ def _check_out(out: Any, x: Any) -> None:
         return check_array(out)
     if out.requires_grad:
         raise ValueError("out must not require grad, since it is written in place. Pass out.detach().")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "out is an inference tensor, which can be written in inference mode alone. Pass out.clone(), or call this "
+            "in torch.inference_mode()."
+        )
+    if out.layout is not torch.strided or out.is_nested:
+        raise ValueError(
+            f"out must be a dense tensor, got a sparse or nested one ({out.layout}). Pass torch.empty of its shape."
+        )
+    check_no_overlap(out.shape, out.stride(), 1)
     if out.device.type != "cpu" and out.device != _device(x):
         raise ValueError(f"out must be on the CPU or on the device of x, {_device(x)}, got {out.device}.")
     return None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .. import jax_impl
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import Structure, is_array, to_jax_tree
-from .rows import Fun, finish, first_length, number_rows, parameter_names
+from .rows import Fun, batch_length, finish, number_rows, parameter_names
 
 
 def chunked_vmap(
@@ -74,7 +74,7 @@ def chunked_vmap(
         others = [name for name in kwargs if name not in parameter_names(traced)[:count]]
         axes += [0] * len(others)
         numbers = jnp.arange if randomness == "different" else jnp.zeros
-        rows = first_length(axes, [*args, *(kwargs[name] for name in others)])
+        rows = batch_length(axes, [*args, *(kwargs[name] for name in others)])
         args, kwargs = number_rows(traced, [*range(count), *others], axes, args, kwargs, numbers)
         whole = chunk_size is None or rows is None or rows <= chunk_size
         example = traced if whole else _computed_again(traced)

@@ -19,7 +19,7 @@ from ..bridge.values import jax_dtype
 from ..bridge.versions import enable_x64
 from ..jax_impl import AccumulationType, weighted_mean
 from ..jax_impl.inlining import CALLS
-from .rows import Fun, explain_with, finish, number_rows, number_rows_by_name, place_of, replace
+from .rows import Fun, explain_with, finish, number_rows, number_rows_by_name, parameter_names, place_of, replace
 
 
 def _write_out(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
@@ -208,9 +208,11 @@ def micro_vmap(
 
     def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
         axes = [in_axes] * len(args) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
-        args, kwargs = number_rows(traced, range(len(axes)), axes, args, kwargs)
-        kwargs = number_rows_by_name(traced, args, kwargs)
-        return transform(in_axes=tuple(axes), num_real_microbatches=num_real)(*args, **kwargs)
+        count = len(axes)
+        others = [name for name in kwargs if name not in parameter_names(traced)[:count]]
+        axes += [0] * len(others)
+        args, kwargs = number_rows(traced, [*range(count), *others], axes, args, kwargs)
+        return transform(in_axes=tuple(axes[:count]), num_real_microbatches=num_real)(*args, **kwargs)
 
     return finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
 

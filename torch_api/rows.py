@@ -101,27 +101,29 @@ def number_rows(
     """Attach the row numbers to one batch argument, so that random draws can tell rows apart; ``axes`` is updated."""
     if not is_traced(fun):  # written in JAX: its keys are arguments
         return args, kwargs
+    found = []
     for i, (target, axis) in enumerate(zip(targets, axes, strict=False)):
         place = place_of(fun, target, args, kwargs)
-        if axis is None or place is None:
-            continue
-        rows = _length(args[place] if isinstance(place, int) else kwargs[place], axis)
-        if rows is None:
-            continue
-        axes[i] = Rows(axis, 0)
-        return replace(fun, target, args, kwargs, lambda value, n=rows: Rows(value, numbers(n, dtype=jnp.int32)))
-    return args, kwargs
+        if axis is not None and place is not None:
+            found.append((i, target, _lengths(args[place] if isinstance(place, int) else kwargs[place], axis)))
+    rows = _common([lengths for *_, lengths in found])
+    if rows is None:
+        return args, kwargs
+    i, target = next((i, target) for i, target, lengths in found if lengths)
+    axes[i] = Rows(axes[i], 0)
+    return replace(fun, target, args, kwargs, lambda value: Rows(value, numbers(rows, dtype=jnp.int32)))
 
 
 def number_rows_by_name(fun: Fun, args: Any, kwargs: Any) -> Any:
     """Attach the row numbers to an argument that is passed by name, and mapped over axis 0, if none has them yet."""
     if not is_traced(fun) or any(isinstance(value, Rows) for value in (*args, *kwargs.values())):
         return kwargs
-    for name, value in kwargs.items():
-        rows = _length(value, 0)
-        if rows is not None:
-            return {**kwargs, name: Rows(value, jnp.arange(rows, dtype=jnp.int32))}
-    return kwargs
+    found = {name: _lengths(value, 0) for name, value in kwargs.items()}
+    rows = _common(list(found.values()))
+    if rows is None:
+        return kwargs
+    name = next(name for name, lengths in found.items() if lengths)
+    return {**kwargs, name: Rows(kwargs[name], jnp.arange(rows, dtype=jnp.int32))}
 
 
 def numbers_to_tensors(tree: Any) -> Any:
@@ -136,23 +138,29 @@ def numbers_to_tensors(tree: Any) -> Any:
     return to_torch_tree(tree, convert)
 
 
-def first_length(axes: Sequence[Any], values: Sequence[Any]) -> int | None:
-    """The length of the batch: that of the first argument that is mapped."""
-    lengths = (_length(value, axis) for value, axis in zip(values, axes, strict=False) if axis is not None)
-    return next((length for length in lengths if length is not None), None)
+def batch_length(axes: Sequence[Any], values: Sequence[Any]) -> int | None:
+    """The length of the batch axis of the arguments of a call; None where the transform itself will complain."""
+    return _common([_lengths(value, axis) for value, axis in zip(values, axes, strict=False) if axis is not None])
 
 
-def _length(value: Any, axis: Any) -> int | None:
-    """The length of the batch axis of the first leaf that has one; None where the transform itself will complain."""
+def _common(lengths: Sequence[set[int]]) -> int | None:
+    """The one length there is; None where the transform itself will complain, of what its user passed."""
+    every = set().union(*lengths)
+    return every.pop() if len(every) == 1 else None
+
+
+def _lengths(value: Any, axis: Any) -> set[int]:
+    """The lengths of the batch axes of those leaves that have one."""
     try:
         spread = jax.tree.map(
             lambda a, part: [a] * len(jax.tree.leaves(part)), axis, value, is_leaf=lambda a: a is None
         )
     except ValueError:
-        return None
+        return set()
+    found: set[int] = set()
     flat = jax.tree.leaves(spread, is_leaf=lambda a: a is None)
     for a, leaf in zip(flat, jax.tree.leaves(value), strict=False):
         shape = getattr(leaf, "shape", ())
         if a is not None and isinstance(a, int) and -len(shape) <= a < len(shape):
-            return int(shape[a])
-    return None
+            found.add(int(shape[a]))
+    return found
