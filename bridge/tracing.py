@@ -267,11 +267,11 @@ class _Traced:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
         named = jax.tree_util.tree_flatten_with_path(bound_arguments(self.torch_fun, args, kwargs))[0]
         name = next(argument_name(path) for path, leaf in named if isinstance(leaf, _Number) and leaf.value == index)
-        named = name if name.startswith("argument ") else f"its argument {name}"
+        which = name if name.startswith("argument ") else f"its argument {name}"
         code = walk.user_code
         where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
         return TraceError(
-            f"{where}the function writes in place to {named}, but a traced function leaves its inputs "
+            f"{where}the function writes in place to {which}, but a traced function leaves its inputs "
             f"as they are. Work on a copy: {name.split('[')[0]}.clone(), or the op that is not in place."
         )
 
