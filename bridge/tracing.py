@@ -259,7 +259,9 @@ class _Traced:
         else:
             source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
         indices = {id(t): i for i, t in enumerate(walk.tensors)}
-        return _Made(tracing, unflatten, source, effects, [indices.get(id(t)) for t in tracing.captured], strided[0])
+        captured = [indices.get(id(t)) for t in tracing.captured]
+        # The engine torch2jax runs the function only when it is called.
+        return _Made(tracing, unflatten, source, effects, captured, strided[0] if strided else None)
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))

@@ -36,6 +36,10 @@ def project(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     (tmp_path / "their_project.py").write_text(source)
     np.savez(tmp_path / "inputs.npz", y=np.float32([3, 4]), x=np.float32([1, 2]))
     np.savez(tmp_path / "rows.npz", np.ones((4, 3), np.float32))
+    np.save(tmp_path / "one.npy", np.ones(2, np.float32))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "rows.npz").read_bytes()[:60])
+    (tmp_path / "broken_project.py").write_text("raise RuntimeError('no licence')")
+    (tmp_path / "misspelt_project.py").write_text("def power(x) return x")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "their_project", raising=False)
@@ -66,7 +70,14 @@ def test_parameters_and_a_mapping(project: pathlib.Path) -> None:
         ["their_project", "their_project:port", "--inputs", "inputs.npz"],
         ["their_project:power", "their_project:nothing", "--inputs", "inputs.npz"],
         ["no_such_project:power", "--inputs", "inputs.npz"],
+        ["broken_project:power", "--inputs", "inputs.npz"],
+        ["misspelt_project:power", "--inputs", "inputs.npz"],
         ["their_project:power", "their_project:port", "--inputs", "none.npz"],
+        ["their_project:power", "their_project:port", "--inputs", "their_project.py"],
+        ["their_project:power", "their_project:port", "--inputs", "cut.npz"],
+        ["their_project:power", "their_project:port", "--inputs", "one.npy"],
+        ["their_project:power", "their_project:port", "--inputs", "inputs.npz", "--json", "no/such/folder.json"],
+        ["their_project:model", "their_project:linear", "--inputs", "rows.npz", "--params", "their_project:absent"],
         ["their_project:power", "their_project:port", "--inputs", "inputs.npz", "--batch-argnums", "7"],
     ],
 )
@@ -74,7 +85,7 @@ def test_a_wrong_command_line(project: pathlib.Path, arguments: list[str], capsy
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
-    assert "Error" in capsys.readouterr().err
+    assert ": error: " in capsys.readouterr().err
 
 
 def test_as_a_process(project: pathlib.Path) -> None:

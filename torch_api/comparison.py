@@ -13,7 +13,7 @@ import torch
 from ..bridge.trees import to_jax_tree
 from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf, largest_value
-from .jax_side import JaxSide, port, traced
+from .jax_side import JaxSide, array_to_tensor, port, traced
 from .locating import locate as locate_difference
 from .mapping import Entry, leaf_paths
 from .programs import coarse_operations
@@ -96,11 +96,14 @@ def compare(
     unknown = [engine for engine in engines if engine not in ("record", "torch2jax")]
     if isinstance(engines, str) or unknown:
         raise ValueError(f'engines must be a sequence of "record" and "torch2jax", got {engines!r}.')
+    if random_inputs < 0:
+        raise ValueError(f"random_inputs must be a number of times, 0 or more, got {random_inputs}.")
     tensors = tuple(to_jax_tree(arg, _as_tensor) for arg in args)
     functional = params is not None and not isinstance(torch_fun, torch.nn.Module)
     ours = TorchSide.of(torch_fun, tensors, functional, argnums, batch_argnums)
     devices = sorted({t.device.index for t in ours.tensors() if t.is_cuda})
-    with torch.random.fork_rng(devices):
+    # The caller may be in no_grad() or inference_mode(), where nothing could be differentiated.
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices):
         run = _Comparison(ours, seed, gradients, hvp, locate, Report())
         run.against(jax_fun, params, mapping, engines)
         for i in range(random_inputs):
@@ -118,7 +121,13 @@ def compare(
 
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
-        return torch.from_numpy(np.array(leaf))
+        try:
+            return array_to_tensor(as_numpy(leaf))
+        except TypeError as error:
+            raise TypeError(
+                f"args must be trees of tensors, or of arrays of numbers, got an array of dtype {leaf.dtype}: bind it, "
+                "functools.partial(fun, ...)."
+            ) from error
     return leaf
 
 
@@ -149,13 +158,25 @@ class _Comparison:
         if draws and engines:
             self.report.notes.append("the engines were not compared: the torch function draws random numbers")
         elif not draws:
-            sides += [traced(self.ours, engine) for engine in engines]
+            sides += self._traced(engines)
         for side in sides:
-            self._compare(side, low, high)
+            try:
+                self._compare(side, low, high)
+            except Exception as error:  # of the user's function, in a run after the first
+                self.report.problems.append(f"the comparison with {side.name!r} stopped: {_said(error)}")
         for remark in dict.fromkeys(low.remarks + high.remarks):
             self.report.problems.append(remark)
         if self.locate:
             self._locate(sides, high)
+
+    def _traced(self, engines: Sequence[str]) -> list[JaxSide]:
+        sides = []
+        for engine in engines:
+            try:
+                sides.append(traced(self.ours, engine))
+            except Exception as error:  # a module that cannot be copied
+                self.report.notes.append(f"engine {engine!r} cannot trace the torch function: {_said(error)}")
+        return sides
 
     def _port(self, jax_fun: Any, params: Any, mapping: Any) -> list[JaxSide]:
         try:
@@ -182,6 +203,11 @@ class _Comparison:
             first, second = (self.ours.outputs(False, draws) for _ in range(2))
         except Exception as error:
             self.report.problems.append(f"the torch function raises {_said(error)}")
+            return False
+        odd = [f"{path} is {what}" for path, leaf in _leaves(first) if (what := _incomparable(leaf))]
+        if odd or not _leaves(first):
+            what = "; ".join(odd) or "there are no outputs"
+            self.report.problems.append(f"the torch function returns what cannot be compared: {what}")
             return False
         changed = [
             path
@@ -211,7 +237,6 @@ class _Comparison:
     def _compare(self, side: JaxSide, low_draws: Draws, high_draws: Draws) -> None:
         opinion = side.name != "jax"
         complain = (self.report.notes if opinion else self.report.problems).append
-        precision = self.precisions[side.name] = self._precision(side, high_draws)
         try:
             theirs = side.results(self.ours, False).outputs
             deterministic = opinion or side.is_deterministic(self.ours)
@@ -222,6 +247,7 @@ class _Comparison:
         if not deterministic:
             complain("the JAX function is not deterministic: a second trace on the same inputs gave another program")
             return
+        precision = self.precisions[side.name] = self._precision(side, high_draws)
         ours = self.ours.outputs(False, low_draws)
         both64 = None
         if precision.has_float64:
@@ -232,7 +258,9 @@ class _Comparison:
         try:
             self._derivatives(side, pairs, low_draws, high_draws, precision)
         except Exception as error:
-            complain(f"derivatives against {side.name!r} could not be compared: {_said(error)}")
+            asks = isinstance(error, jax.errors.JAXTypeError)  # NumPy, float(x), `if`
+            hint = ". It asks for values, so JAX cannot differentiate it: pass gradients=False" if asks else ""
+            complain(f"derivatives against {side.name!r} could not be compared: {_said(error)}{hint}")
 
     def _derivatives(
         self, side: JaxSide, pairs: list[int], low_draws: Draws, high_draws: Draws, precision: Precision
@@ -256,6 +284,8 @@ class _Comparison:
             )
         if self.ours.batch and low_draws.count:
             self.report.notes.append("per-example gradients were not compared: the functions draw random numbers")
+        elif self.ours.batch and not self.ours.rows():
+            self.report.notes.append("per-example gradients were not compared: there are no examples")
         elif self.ours.batch:
             rows = self.ours.row_weights(low_draws, self.seed)
             sections["per-example gradients"] = lambda high, draws: (
@@ -271,7 +301,11 @@ class _Comparison:
     ) -> list[int] | None:
         """Add the rows of one section; where torch's leaves stand among JAX's, if all have a counterpart."""
         mine, other = _leaves(ours), _leaves(theirs)
-        places = _places([p for p, _ in mine], [p for p, _ in other])
+        names = [p for p, _ in mine], [p for p, _ in other]
+        places = _places(*names)
+        if section == "outputs" and places == list(range(len(mine))) and names[0] != names[1]:
+            both = f"{', '.join(names[0])} in torch, {', '.join(names[1])} in JAX"
+            self.report.notes.append(f"the outputs have other names ({both}): they were compared in their order")
         if both64 is None:
             fine: tuple[list[Any], list[Any]] = [], []
         else:
@@ -279,7 +313,12 @@ class _Comparison:
             if (len(fine[0]), len(fine[1])) != (len(mine), len(other)):
                 self.report.problems.append(f"{section}: other leaves in float64 than in the dtypes given")
                 return None
-        scale = largest_value(fine[0] or [x for _, x in mine])
+        matched = [i for i, place in enumerate(places) if place is not None]
+        scale = largest_value(
+            [mine[i][1] for i in matched],
+            [other[p][1] for p in places if p is not None],
+            [fine[0][i] for i in matched] if fine[0] else (),
+        )
         for i, (path, value) in enumerate(mine):
             place = places[i]
             if place is None:
@@ -316,7 +355,10 @@ class _Comparison:
             if side.name == "jax" and (in_torch or in_jax):
                 who = "both compute" if in_torch and in_jax else "torch computes" if in_torch else "JAX computes"
                 where = f" ({jax_dtypes[dtype]})" if in_jax else f" ({torch_dtypes[dtype]})"
-                notes.append(f"{who} in {dtype} within the float64 run{where}")
+                if in_jax and not in_torch and self.ours.is_double():
+                    self.report.problems.append(f"the arguments are float64, but JAX computes in {dtype}{where}")
+                else:
+                    notes.append(f"{who} in {dtype} within the float64 run{where}")
         return Precision() if coarsest is None else Precision(coarsest)
 
     def _locate(self, sides: list[JaxSide], draws: Draws) -> None:
@@ -363,6 +405,14 @@ def _places(ours: list[str], theirs: list[str]) -> list[int | None]:
     if len(ours) == len(theirs) and all(place is None for place in places):
         return list(range(len(ours)))
     return places
+
+
+def _incomparable(leaf: Any) -> str:
+    """What an output is that cannot be compared; nothing if it can be."""
+    if isinstance(leaf, torch.Tensor):
+        dense = leaf.layout == torch.strided and not leaf.is_meta and not leaf.is_quantized
+        return "" if dense else "a tensor without dense data (sparse, quantized or meta)"
+    return "" if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)) else f"a {type(leaf).__name__}"
 
 
 def _same_bits(one: Any, two: Any) -> bool:

@@ -1,8 +1,8 @@
 """One leaf against another: errors, units in the last place, and the verdict that tells rounding from a difference.
 
 The same computation in a finer precision has a smaller error if the error is rounding, and the same error if it is
-none. So both sides run in the dtype that was given and in float64, and an error counts as rounding where it shrinks as
-the unit roundoff does.
+none. So both sides run in the dtype that was given and in float64, and an error counts as rounding where it is as much
+smaller than what rounding costs in the dtype given as float64's unit roundoff is smaller.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _EPS = float(np.finfo(np.float64).eps)
 _ALWAYS = 1e-12
 # How much better float32 may have come off by luck than the ratio of the unit roundoffs says.
 _LUCK = 1e3
+# From this size on a number that both sides have to the bit may be a mask's.
+_FILLER = 1e4
 # Where a float64 run computes in a coarser dtype inside, or there is none: roundings of that dtype.
 _ROUNDINGS = 64
 
@@ -75,40 +77,71 @@ def compare_leaf(
         return Row(*named, "equal", 0.0, 0.0, 0.0, zero, zero)
     wide = _wide(ours), _wide(theirs)
     error = _error(*wide)
-    index = tuple(map(int, np.unravel_index(np.argmax(error), error.shape)))
     absolute, largest = float(error.max()), _largest(wide[0])
     eps = _eps(ours.dtype)
     numbers = absolute, _ratio(absolute, largest), _ulps(*wide, eps)
     high_error: tuple[float, float] | tuple[None, None] = (None, None)
+    told = ~_fillers(*wide)  # the numbers whose size says what rounding is
     if high is not None:
         fine = _wide(as_numpy(high[0])), _wide(as_numpy(high[1]))
         if fine[0].shape != fine[1].shape:
             return Row(*named, "shape", detail="in float64 only")
-        absolute64, largest = float(_error(*fine).max()), _largest(fine[0])
-        high_error = absolute64, _ratio(absolute64, largest)
-        same = _is_rounding(absolute, absolute64, largest, scale, eps, exact.eps)
+        error64 = _error(*fine)
+        absolute64 = float(error64.max())
+        high_error = absolute64, _ratio(absolute64, _largest(fine[0]))
+        # Two errors may cancel by luck, so each side's own error in the dtype given counts as well.
+        errors = error, _error(wide[0], fine[0]), _error(wide[1], fine[1])
+        noise = max(_largest(e, told) for e in errors)
+        same = _is_rounding(noise, absolute64, _largest(fine[0], told), scale, eps, exact.eps)
+        if not same and np.isfinite(absolute):  # rounding may be larger elsewhere than what float64 finds
+            error = error64
     else:
-        same = absolute <= _ROUNDINGS * max(eps, exact.eps or 0) * max(largest, scale)
+        same = absolute <= _ROUNDINGS * max(eps, exact.eps or 0) * max(_largest(wide[0], told), scale)
     if np.array_equal(*wide, equal_nan=True) and same:
         verdict = "equal"
     else:
         verdict = "rounding" if same and np.isfinite(absolute) else "different"
+    index = tuple(map(int, np.unravel_index(np.argmax(error), error.shape)))
     values = ours[index].item(), theirs[index].item()
     return Row(*named, verdict, *numbers, high_error[0], high_error[1], index, values[0], values[1])
 
 
-def largest_value(values: Any) -> float:
-    """The largest finite absolute value of the leaves, 0 without any."""
-    arrays = map(as_numpy, values)
-    return max((_largest(_wide(array)) for array in arrays if array.size), default=0.0)
+def largest_value(ours: Any, theirs: Any, fine: Any = ()) -> float:
+    """The largest finite absolute value of torch's leaves, fillers aside; 0 without any.
+
+    Args:
+        ours: torch's leaves in the dtypes given.
+        theirs: JAX's, which tell what a filler is.
+        fine: torch's leaves in float64, whose values count if there are any.
+    """
+    largest = 0.0
+    for i, pair in enumerate(zip(map(as_numpy, ours), map(as_numpy, theirs), strict=True)):
+        one, two = _wide(pair[0]), _wide(pair[1])
+        told = ~_fillers(one, two) if one.shape == two.shape else True
+        values = _wide(as_numpy(fine[i])) if fine else one
+        if values.size and pair[0].dtype.kind not in "iub":
+            largest = max(largest, _largest(values, told if values.shape == one.shape else True))
+    return largest
 
 
-def _is_rounding(low: float, high: float, largest: float, scale: float, eps: float, inner: float) -> bool:
+def _fillers(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """Where a large number stands that is the same to the bit on both sides, as masks write (-1e9, the lowest float).
+
+    Such a number is put there, not computed: nothing beside it is rounded to its last place.
+    """
+    with np.errstate(invalid="ignore"):
+        return np.asarray((one == two) & (np.abs(one) >= _FILLER))
+
+
+def _is_rounding(noise: float, high: float, largest: float, scale: float, eps: float, inner: float) -> bool:
+    """Whether an error in float64 is rounding; ``noise`` is what rounding costs in the dtype given."""
     if not np.isfinite(high):
         return False
-    allowed = max(_ALWAYS * largest, 100 * _EPS * scale)
-    if np.isfinite(low) and eps > 0:
-        allowed = max(allowed, _LUCK * low * _EPS / eps)
+    if eps == 0:  # whole numbers are not rounded; float32 may still have chosen another of two equal maxima
+        return high == 0
+    allowed = max(_ALWAYS * largest, _LUCK * noise * _EPS / eps)
+    if noise >= 0.1 * largest:  # no digit is sure: zero but for the rounding of what cancels
+        allowed = max(allowed, 100 * _EPS * max(scale, 1.0))
     if inner > _EPS:
         allowed = max(allowed, _ROUNDINGS * inner * max(largest, scale))
     return high <= allowed
@@ -130,13 +163,15 @@ def _wide(array: np.ndarray) -> np.ndarray:
 def _error(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.asarray(np.abs(ours - theirs), np.float64)
+    if ours.dtype.kind in "iu":  # the difference of two whole numbers may be more than they can hold
+        error = np.maximum(np.abs(ours.astype(np.float64) - theirs.astype(np.float64)), 1.0)
     error = np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, error)
     return np.where(np.isnan(error), np.inf, error)
 
 
-def _largest(array: np.ndarray) -> float:
+def _largest(array: np.ndarray, where: Any = True) -> float:
     sizes = np.abs(array)
-    return float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))
+    return float(np.max(sizes, where=np.isfinite(sizes) & where, initial=0.0))
 
 
 def _ratio(error: float, largest: float) -> float:

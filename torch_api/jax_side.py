@@ -96,7 +96,7 @@ class JaxSide:
                 try:
                     closed, structure = trace(flat, inputs)
                 except jax.errors.JAXTypeError:  # it asks for values (NumPy, `if`): it runs as it is
-                    self._results[high] = Results(jax.tree.map(as_numpy, flat(*inputs)), [], None, inputs)
+                    self._results[high] = Results(_arrays(flat(*inputs)), [], None, inputs)
                 else:
                     values, masks, _ = run(closed, inputs)
                     outputs = structure.unflatten([as_numpy(value) for value in values])
@@ -110,7 +110,7 @@ class JaxSide:
             flat, inputs = self.program(ours, False)
             if first.closed is not None:
                 return is_same(first.closed, trace(flat, inputs)[0])
-            again = jax.tree.leaves(jax.tree.map(as_numpy, flat(*inputs)))
+            again = jax.tree.leaves(_arrays(flat(*inputs)))
         return [x.tobytes() for x in again] == [x.tobytes() for x in jax.tree.leaves(first.outputs)]
 
     def gradient(self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int]) -> dict[str, Any]:
@@ -217,7 +217,9 @@ class JaxSide:
 
         JAX's gradients of complex numbers are the conjugates of torch's.
         """
-        grads = [torch.from_numpy(np.conj(a)) if a.dtype.kind == "c" else _tensor(a) for a in map(as_numpy, found)]
+        grads = [
+            torch.from_numpy(np.conj(a)) if a.dtype.kind == "c" else array_to_tensor(a) for a in map(as_numpy, found)
+        ]
         count, labels = len(self.variables), ours.labels()
         pulled: dict[str, Any] = {}
         if self.variables:
@@ -234,7 +236,13 @@ class JaxSide:
         return pulled | dict(zip(labels[len(ours.trainable) :], grads[count:], strict=True))
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
+def _arrays(tree: Any) -> Any:
+    """The leaves as NumPy arrays, Python's numbers in the dtypes that JAX gives them."""
+    return jax.tree.map(lambda leaf: as_numpy(jnp.asarray(leaf)), tree)
+
+
+def array_to_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor of the same dtype, bfloat16 included."""
     if array.dtype.kind == "V" or array.dtype.name == "bfloat16":
         return torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16)
     return torch.from_numpy(array)
@@ -289,7 +297,7 @@ def port(ours: TorchSide, jax_fun: Callable[..., Any], params: Any, mapping: Map
 
     def parameters(state: State, high: bool) -> dict[str, Any]:
         filled = mappings.apply({p: e for p, e in entries.items() if p not in given}, ours.full(state))
-        own = {p: cast(_tensor(as_numpy(v)), high) for p, v in given.items()}
+        own = {p: cast(array_to_tensor(as_numpy(v)), high) for p, v in given.items()}
         return {p: (own | filled)[p] for p in paths if p in own or p in filled}
 
     def call(parameters: dict[str, Any], args: Any) -> Any:

@@ -65,6 +65,7 @@ def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
 def evaluate(closed: Any, inputs: Sequence[Any], see: See) -> list[Any]:
     """Run a program one operation after another, and show each with its inputs and outputs.
 
+    Operations whose results nothing uses are left out, as XLA does: they are not what the function computes.
     Looks into jitted functions, custom derivatives, checkpoints, and scans of up to 128 steps. Conditionals and other
     loops count as one operation.
     """
@@ -76,13 +77,23 @@ def evaluate(closed: Any, inputs: Sequence[Any], see: See) -> list[Any]:
     jaxpr = closed.jaxpr
     for variable, value in zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True):
         environment[variable] = value
-    for equation in jaxpr.eqns:
+    for equation in _used(jaxpr):
         values = [read(atom) for atom in equation.invars]
         outputs = _run(equation, values, see)
         see(equation, values, outputs)
         for variable, value in zip(equation.outvars, outputs, strict=True):
             environment[variable] = value
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _used(jaxpr: Any) -> list[Any]:
+    """The operations that the results depend on, in their order."""
+    needed, used = set(map(id, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(id(variable) in needed for variable in equation.outvars):
+            used.append(equation)
+            needed.update(map(id, equation.invars))
+    return used[::-1]
 
 
 def _run(equation: Any, values: list[Any], see: See) -> list[Any]:

@@ -34,11 +34,23 @@ _MOVES = frozenset(
 
 
 class Widened(TorchFunctionMode):
-    """Makes tensors that a function creates without naming a dtype float64, as its arguments are."""
+    """Makes a function's other tensors float64, as its arguments are.
+
+    Those are the ones that it creates without naming a dtype, and, where torch does not promote by itself (products of
+    matrices), those that it captured.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except RuntimeError:
+            written = args[0] if args and getattr(func, "__name__", "").endswith("_") else None
+            tensors = [x for x in torch_pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if {torch.float32, torch.float64} - {x.dtype for x in tensors} or _bytes(written) == 4:
+                raise
+            args, kwargs = torch_pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
+            return func(*args, **kwargs)
         if func in _FACTORIES and kwargs.get("dtype") is None and made.dtype == torch.get_default_dtype():
             return func(*args, **{**kwargs, "dtype": torch.float64})
         return made
@@ -132,9 +144,13 @@ class Watching(TorchDispatchMode):
         return out
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.dtype == torch.float32 else tensor
+
+
+def _bytes(tensor: torch.Tensor | None) -> int:
     """The size of a floating number of the tensor, 0 where it holds none."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
     return tensor.element_size() // (2 if tensor.is_complex() else 1)
 

@@ -97,11 +97,17 @@ class TorchSide:
         lengths = {leaves[n].shape[0] if leaves[n].dim() else None for n in rows}
         if len(lengths) > 1 or None in lengths:
             raise ValueError(f"batch_argnums={batch_argnums}: batch arguments must have one length, got {lengths}.")
+        if batch is not None and not rows:
+            raise ValueError(f"batch_argnums={batch_argnums}: there is no tensor in these arguments.")
         return cls(call, module, state, aliases, trainable, args, [n for n in picked if floats(leaves[n])], rows)
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the state and the arguments."""
         return [*self.state.values(), *self.leaves()]
+
+    def is_double(self) -> bool:
+        """Whether float64 was given, so that a coarser dtype is no choice of the caller's."""
+        return any(t.dtype in (torch.float64, torch.complex128) for t in self.tensors())
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors of the arguments."""
@@ -194,8 +200,9 @@ class TorchSide:
         variables = [*(state[name] for name in self.trainable), *(leaves[n] for n in self.chosen)]
         for variable in variables:
             variable.requires_grad_()
-        args = to_torch_tree(structure.join(leaves))
         with torch.enable_grad(), Widened() if high else contextlib.nullcontext(), draws.run():
+            # A function may work in place on its arguments, which autograd allows on anything but its leaves.
+            args = to_torch_tree(structure.join([leaf.clone() for leaf in leaves]))
             return to_jax_tree(self.call(state, args)), variables
 
 
