@@ -78,8 +78,8 @@ def jacobian(
 
     Raises:
         TypeError: ``f`` returns no single tensor of floats, ``x`` holds complex numbers or no floats, ``out`` of a
-            wrong kind or dtype, ``out`` or ``progress`` inside ``torch.func`` or a traced function, an option of a wrong
-            type.
+            wrong kind or dtype, ``out`` or ``progress`` inside ``torch.func`` or a traced function, an option of a
+            wrong type.
         ValueError: a size that is not positive, ``nbatches`` larger than n, ``nbatches`` and ``batch_size`` together,
             an unknown ``mode``, ``out`` of a wrong shape or device, one that requires grad, is sparse, or expanded, or
             an inference tensor outside of inference mode.
