@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .execution import Traced
-from .trees import PyTree, as_array, flatten_with_names, integer, positive, structure, with_weak_type
+from .trees import PyTree, as_array, flatten_with_names, integer, is_weak, positive, structure, with_weak_type
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Arrays = list[jax.Array]
@@ -195,7 +195,7 @@ class _Loop:
         named, xs_treedef = flatten_with_names(xs, "xs")
         leaves = [as_array(leaf, name, "Pass what all steps share by a closure.") for name, leaf in named]
         count = _common_length([name for name, _ in named], leaves, length)
-        x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=leaf.weak_type) for leaf in leaves]
+        x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=is_weak(leaf)) for leaf in leaves]
         named, treedef = flatten_with_names(init, "init")
         carry = [as_array(leaf, name, "Wrap it in Static, or leave it out of the carry.") for name, leaf in named]
         names = [name for name, _ in named]
@@ -347,7 +347,7 @@ def _promoted(carry: Arrays, after: PyTree) -> Arrays | None:
     """The carry with Python numbers in the types that ``f`` gives them, as in ``lax.scan``; None if none changes."""
 
     def moves(before: jax.Array, after: Any) -> bool:
-        return before.weak_type and before.dtype != after.dtype == jnp.result_type(before, after.dtype)
+        return is_weak(before) and before.dtype != after.dtype == jnp.result_type(before, after.dtype)
 
     pairs = list(zip(carry, jax.tree.leaves(after), strict=True))
     if not any(moves(c, a) for c, a in pairs):

@@ -58,9 +58,14 @@ def dtype_of(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
+def is_weak(x: Any) -> bool:
+    """Whether an array takes the dtype of what it meets, as a Python number does. Random keys do not say."""
+    return bool(getattr(x, "weak_type", False))
+
+
 def with_weak_type(x: jax.Array, like: Any) -> jax.Array:
-    """The array, weakly typed where ``like`` is: as a Python number does, it then takes the dtype of what it meets."""
-    if getattr(x, "weak_type", False) == like.weak_type:  # random keys have none
+    """The array, weakly typed where ``like`` is."""
+    if is_weak(x) == like.weak_type:
         return x
     convert: Any = jax.lax.convert_element_type_p.bind  # jax.lax.convert_element_type makes every type a strong one
     result: jax.Array = convert(x, new_dtype=x.dtype, weak_type=like.weak_type, sharding=None)

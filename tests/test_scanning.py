@@ -122,6 +122,23 @@ def test_weak_types_are_those_of_a_scan(case, weak):
             assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("jit", [True, False])
+def test_random_keys_in_the_carry_and_among_entries_and_outputs(jit):
+    compiled = jax.jit if jit else lambda fun: fun
+    f = lambda key, x: (jax.random.split(key)[0], (key, x["key"], jax.random.uniform(x["key"]) * x["a"]))
+    init, xs = jax.random.key(1), {"key": jax.random.split(jax.random.key(2), 7), "a": data(7)}
+
+    def numbers(result):
+        carry, (keys, more, draws) = result
+        return [jax.random.key_data(k) for k in (carry, keys, more)], draws
+
+    for kept in ({"step": -3}, {"start": 7}, {"start": 1, "step": 2}, {"stop": 1}):
+        actual = compiled(lambda init, xs, kept=kept: sliced_scan(f, init, xs, **kept))(init, xs)
+        assert_same(numbers(actual), numbers(scan_and_slice(f, init, xs, **kept)), exact=True)
+    actual = compiled(lambda init, xs: checkpoint_chunked_scan(f, init, xs, chunk_size=3))(init, xs)
+    assert_same(numbers(actual), numbers(jax.lax.scan(f, init, xs)), exact=True)
+
+
 def test_without_xs():
     count = lambda c, x: (c + 1, (c, x))
     assert_same(sliced_scan(count, 0, None, 5, step=-2), (jnp.int32(5), (jnp.array([4, 2, 0]), None)))

@@ -308,7 +308,7 @@ def test_out_in_inference_mode():
         assert_same(mt.hessian(scalar, tree(), 2, out=out)[0].clone(), H)
 
 
-@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "jacrev"])
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "jacrev", "chunked_vmap", "hessian"])
 def test_out_and_blocks_need_values(transform):
     calls = {
         "out": lambda x: mt.hessian(lambda x: (x**3).sum(), x, 2, out=torch.zeros(3, 3))[0].sum(),
@@ -323,8 +323,10 @@ def test_out_and_blocks_need_values(transform):
             "grad": lambda call=call: torch.func.grad(call)(data(3)),
             "jvp": lambda call=call: torch.func.jvp(call, (data(3),), (data(3),)),
             "jacrev": lambda call=call: torch.func.jacrev(call)(data(3)),
+            "chunked_vmap": lambda call=call: mt.chunked_vmap(call, 2)(data(5, 3)),
+            "hessian": lambda call=call: mt.hessian(call, data(3)),
         }[transform]
-        with pytest.raises(TypeError, match=r"need the values of x, which torch\.func transforms hold back"):
+        with pytest.raises(TypeError, match=r"need the values of x, which torch\.func transforms and traced"):
             run()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from .. import jax_impl
 from ..bridge import as_torch, to_jax
-from ..bridge import torch_internals as ti
+from ..bridge.autograd import is_transformed
 from ..bridge.captures import is_traced
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import Rows, flatten, to_jax_tree, to_torch_tree
@@ -78,7 +78,8 @@ def jacobian(
 
     Raises:
         TypeError: ``f`` returns no single tensor of floats, ``x`` holds complex numbers or no floats, ``out`` of a
-            wrong kind or dtype, an option of a wrong type.
+            wrong kind or dtype, ``out`` or ``progress`` inside ``torch.func`` or a traced function, an option of a
+            wrong type.
         ValueError: a size that is not positive, ``nbatches`` larger than n, ``nbatches`` and ``batch_size`` together,
             an unknown ``mode``, ``out`` of a wrong shape or device, one that requires grad, is sparse, or expanded, or
             an inference tensor outside of inference mode.
@@ -308,10 +309,10 @@ def _blocks(
 ) -> tuple[Layout, Iterator[tuple[slice, torch.Tensor]]]:
     """The layout, and the blocks to be computed one by one."""
     bar = progress_bar(progress)
-    if ti.are_functorch_transforms_active():
+    if is_transformed(()):
         raise TypeError(
-            "out, progress and blocks one by one need the values of x, which torch.func transforms hold back. Call "
-            "this outside of vmap, grad and the like, or without these options."
+            "out, progress and blocks one by one need the values of x, which torch.func transforms and traced "
+            "functions hold back. Call this outside of vmap, grad and the like, or without these options."
         )
     linear, layout = _linearise(matrix, x, out)
 
