@@ -27,7 +27,7 @@ import optax
 import torch
 import torch.nn.functional as F
 from clipping_models import MODELS
-from clipping_modules import MODULES
+from clipping_modules import MODULES, OPACUS
 from matplotlib.figure import Figure
 from run import table
 from torch import nn
@@ -36,6 +36,7 @@ from microtome import jax_impl
 from microtome import torch_api as mt
 
 BATCH = {"MLP": 512, "CNN": 512, "transformer": 128, "LSTM": 128, "embedding": 512, "ResNet": 128}
+SIZES = [(64, 64), (2048, 256)]  # further batches, and their microbatches
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -46,6 +47,11 @@ def norm(grads: Any) -> Any:
 def clip(grads: Any) -> Any:
     scale = jnp.minimum(1, 1 / norm(grads))
     return jax.tree.map(lambda g: g * scale, grads)
+
+
+def waiting(program: Any, *args: Any) -> Callable[[], Any]:
+    """A call that returns when its result is there."""
+    return lambda: jax.block_until_ready(program(*args))
 
 
 def jax_ways(name: str, batch: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -67,8 +73,8 @@ def jax_ways(name: str, batch: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
     return {k: jax.jit(lambda *a, f=f: f(*a)).lower(p, x, y).compile() for k, f in funs.items()}, (p, x, y)
 
 
-def torch_ways(name: str, batch: int) -> tuple[Ways, dict[str, str]]:
-    """The same network in torch; and which peers refuse it, with the reason."""
+def torch_ways(name: str, batch: int) -> Ways:
+    """The same network in torch."""
     make, inputs = MODULES[name]
     torch.manual_seed(0)
     model, x, y = make(), inputs(batch), torch.arange(batch) % 10
@@ -96,13 +102,8 @@ def torch_ways(name: str, batch: int) -> tuple[Ways, dict[str, str]]:
         f"torch.func.vmap(grad), chunk {chunk}": lambda: {k: g.sum(0) for k, g in mapped(params, x, y).items()},
     }
     for mode in ("hooks", "ghost"):
-        if name == "LSTM":  # Opacus has an LSTM of its own, in Python, with other parameter names
-            ways[f"Opacus, {mode}"] = lambda: (_ for _ in ()).throw(
-                NotImplementedError("torch's LSTM is not supported")
-            )
-        else:
-            ways[f"Opacus, {mode}"] = opacus_way(make, params, x, y, mode)
-    return ways, {}
+        ways[f"Opacus, {mode}"] = opacus_way(OPACUS.get(name, make), params, x, y, mode)
+    return ways
 
 
 def opacus_way(make: Callable[[], nn.Module], params: Any, x: Any, y: Any, mode: str) -> Callable[[], Any]:
@@ -135,22 +136,23 @@ def opacus_way(make: Callable[[], nn.Module], params: Any, x: Any, y: Any, mode:
     return run
 
 
-def medians(ways: Ways, repeats: int) -> dict[str, float]:
-    """Milliseconds, measured in turn, after a first call of each; what takes seconds is measured less often."""
+def fastest(ways: Ways, repeats: int) -> dict[str, float]:
+    """Milliseconds of the fastest run, measured in turn, after a first call of each; seconds are measured less often.
+
+    The fastest run is the one that the rest of the machine disturbed least. The pause lets the threads of the run
+    before come to rest: torch's spin for a while.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
-    slow = {}
-    for name, fun in ways.items():
+    for fun in ways.values():
         fun()
-        start = time.perf_counter()
-        fun()
-        slow[name] = time.perf_counter() - start
     for i in range(repeats):
         for name, fun in ways.items():
-            if i < 2 or slow[name] < 1.0:
+            if i < 2 or min(times[name]) < 1000:
+                time.sleep(0.02)
                 start = time.perf_counter()
                 fun()
                 times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: float(np.median(t)) for name, t in times.items()}
+    return {name: min(t) for name, t in times.items()}
 
 
 def agree(results: dict[str, Any], reference: str) -> None:
@@ -172,17 +174,17 @@ def compare(name: str, batch: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each way."""
     rows = []
     programs, args = jax_ways(name, batch)
-    calls: Ways = {k: lambda f=f: jax.block_until_ready(f(*args)) for k, f in programs.items()}
+    calls: Ways = {k: waiting(f, *args) for k, f in programs.items()}
     agree({k: flat(call()) for k, call in calls.items()}, "microtome")
-    times = medians(calls, repeats)
+    times = fastest(calls, repeats)
     for k, f in programs.items():
         rows.append({
             "model": name, "batch": batch, "way": k, "ms": times[k], "ratio": times[k] / times["plain gradient"],
             "to_microtome": times[k] / times["microtome"],
             "bytes": f.memory_analysis().temp_size_in_bytes, "operations": operations(f),
         })  # fmt: skip
-    ways, refused = torch_ways(name, batch)
-    results = {}
+    ways = torch_ways(name, batch)
+    results, refused = {}, {}
     for k, call in list(ways.items()):
         try:
             results[k] = {n: g.detach().numpy().copy() for n, g in call().items()}
@@ -190,7 +192,7 @@ def compare(name: str, batch: int, repeats: int) -> list[dict[str, Any]]:
             refused[k] = f"{type(error).__name__}: {error}".splitlines()[0]
             del ways[k]
     agree(results, "torch: microtome")
-    times = medians(ways, repeats)
+    times = fastest(ways, repeats)
     for k in [*ways, *refused]:
         ms = times.get(k)
         rows.append({
@@ -202,21 +204,61 @@ def compare(name: str, batch: int, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def microbatches(name: str, batch: int, repeats: int) -> list[dict[str, Any]]:
-    """Ours in microbatches of several sizes, beside the plain gradient of one microbatch."""
-    loss, p, x, y = MODELS[name](batch)
+def general(batch: int, repeats: int) -> list[dict[str, Any]]:
+    """A transform that needs every entry of each example's gradient, of the MLP: entries clipped one by one."""
+    loss, p, x, y = MODELS["MLP"](batch)
+    part = min(batch, 64)
+    several: dict[str, Any] = {"batch_argnums": (1, 2), "microbatch_size": part}
+    entries = lambda g: jax.tree.map(lambda v: jnp.clip(v, -1e-3, 1e-3), g)
+    funs = {
+        "plain gradient": jax.grad(loss),
+        f"microtome, microbatch {part}": jax_impl.micro_grad(loss, transform_fn=entries, **several),
+        f"optax, microbatch {part}": optax.microbatching.micro_grad(loss, transform_fn=entries, **several),
+    }
+    programs = {k: jax.jit(lambda *a, f=f: f(*a)).lower(p, x, y).compile() for k, f in funs.items()}
+    calls: Ways = {k: waiting(f, p, x, y) for k, f in programs.items()}
+    agree({k: flat(call()) for k, call in calls.items()}, f"microtome, microbatch {part}")
+
+    make, inputs = MODULES["MLP"]
+    torch.manual_seed(0)
+    model, tx, ty = make(), inputs(batch), torch.arange(batch) % 10
+    params = {k: v.detach() for k, v in model.named_parameters()}
+
+    def torch_loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, p, (x,)), y, reduction="sum")
+
+    clamp = lambda g: {k: v.clamp(-1e-3, 1e-3) for k, v in g.items()}
+    one = lambda p, x, y: clamp(torch.func.grad(torch_loss)(p, x[None], y[None]))
+    mapped = torch.func.vmap(one, (None, 0, 0), chunk_size=part)
+    ours = mt.micro_grad(torch_loss, transform_fn=clamp, **several)
+    calls |= {
+        f"torch: microtome, microbatch {part}": lambda: ours(params, tx, ty)[0],
+        f"torch.func.vmap(grad), chunk {part}": lambda: {k: g.sum(0) for k, g in mapped(params, tx, ty).items()},
+    }
+    agree({k: call() for k, call in list(calls.items())[3:]}, f"torch: microtome, microbatch {part}")
+    times = fastest(calls, repeats)
     rows = []
-    for size in sorted({16, 64, 256, batch}):
-        if batch % size:
-            continue
+    for k, ms in times.items():
+        own = f"torch: microtome, microbatch {part}" if "torch" in k else f"microtome, microbatch {part}"
+        program = programs.get(k)
+        rows.append({
+            "model": "MLP, entries clipped", "batch": batch, "way": k, "ms": ms, "ratio": ms / times["plain gradient"],
+            "to_microtome": ms / times[own], "operations": program and operations(program),
+            "bytes": program and program.memory_analysis().temp_size_in_bytes,
+        })  # fmt: skip
+    return rows
+
+
+def microbatches(name: str, pairs: list[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
+    """Ours for pairs of batch and microbatch, beside the plain gradient of one microbatch."""
+    rows = []
+    for batch, size in pairs:
+        loss, p, x, y = MODELS[name](batch)
         plain = jax.jit(jax.grad(loss)).lower(p, x[:size], y[:size]).compile()
         fun = jax_impl.clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2), microbatch_size=size)
         ours = jax.jit(fun.fun).lower(p, x, y).compile()
-        calls: Ways = {
-            "plain": lambda f=plain, n=size: jax.block_until_ready([f(p, x[:n], y[:n])]),
-            "ours": lambda f=ours: jax.block_until_ready(f(p, x, y)),
-        }
-        times = medians(calls, repeats)
+        calls: Ways = {"plain": waiting(plain, p, x[:size], y[:size]), "ours": waiting(ours, p, x, y)}
+        times = fastest(calls, repeats)
         used = [f.memory_analysis().temp_size_in_bytes for f in (ours, plain)]
         rows.append({
             "model": name, "batch": batch, "size": size, "ms": times["ours"],
@@ -260,20 +302,25 @@ def show_sizes(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Time of each way over the plain gradient of its framework."""
+    """Time of each way over the plain gradient of its framework, and temporary memory over JAX's plain gradient's."""
     names = list(dict.fromkeys(row["model"] for row in rows))
-    ways = [w for w in dict.fromkeys(row["way"].split(", ")[0] for row in rows) if "plain" not in w]
-    figure = Figure(figsize=(9, 4.5), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    for j, way in enumerate(ways):
-        found = [[r["ratio"] for r in rows if r["model"] == n and r["way"].split(", ")[0] == way] for n in names]
-        heights = [min((r for r in ratios if r), default=0) for ratios in found]
-        axes.bar([i + j * 0.8 / len(ways) for i in range(len(names))], heights, 0.8 / len(ways), label=way)
-    axes.axhline(1, color="k", lw=0.8)
-    axes.set_yscale("log")
-    axes.set_xticks([i + 0.4 for i in range(len(names))], names)
-    axes.set_ylabel("time / plain gradient of the framework")
-    axes.legend(fontsize=8)
+    own = lambda row: row["way"].split(", micro")[0].split(", chunk")[0]
+    plain = {row["model"]: row["bytes"] for row in rows if row["way"] == "plain gradient"}
+    for row in rows:
+        row["memory_ratio"] = row["bytes"] and row["bytes"] / plain[row["model"]]
+    figure = Figure(figsize=(9, 8), layout="constrained", dpi=150)
+    labels = ("time / plain gradient of the framework", "temporary memory / plain gradient's")
+    for axes, value, label in zip(figure.subplots(2), ("ratio", "memory_ratio"), labels, strict=True):
+        ways = [w for w in dict.fromkeys(own(r) for r in rows if r[value]) if "plain" not in w]
+        for j, way in enumerate(ways):
+            found = [[r[value] for r in rows if r["model"] == n and own(r) == way and r[value]] for n in names]
+            heights = [min(ratios, default=0) for ratios in found]
+            axes.bar([i + j * 0.8 / len(ways) for i in range(len(names))], heights, 0.8 / len(ways), label=way)
+        axes.axhline(1, color="k", lw=0.8)
+        axes.set_yscale("log")
+        axes.set_xticks([i + 0.4 for i in range(len(names))], names)
+        axes.set_ylabel(label)
+        axes.legend(fontsize=8)
     figure.savefig(path)
 
 
@@ -286,13 +333,22 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # Opacus and its hooks
     rows, sizes, parts = [], [], []
-    for name in options.models:
-        batch = max(16, int(BATCH[name] * options.scale))
-        rows.append(compare(name, batch, options.repeats))
-        parts.append(show(rows[-1]))
+
+    def add(found: list[dict[str, Any]]) -> None:
+        rows.append(found)
+        parts.append(show(found))
         print(parts[-1], flush=True)
-        sizes += microbatches(name, batch, options.repeats)
         gc.collect()
+
+    scaled = lambda count: max(16, int(count * options.scale))
+    for name in options.models:
+        batch = scaled(BATCH[name])
+        add(compare(name, batch, options.repeats))
+        pairs = [(scaled(b), scaled(size)) for b, size in SIZES]
+        pairs += [(batch, size) for size in (16, 64, batch) if batch % size == 0]
+        sizes += microbatches(name, sorted(set(pairs)), options.repeats)
+    if "MLP" in options.models:
+        add(general(scaled(BATCH["MLP"]), options.repeats))
     parts.append(show_sizes(sizes))
     print(parts[-1])
     folder = pathlib.Path("build")
@@ -300,7 +356,7 @@ def main() -> None:
     (folder / "clipping.md").write_text("\n".join(parts))
     everything = [row for group in rows for row in group]
     (folder / "clipping.json").write_text(json.dumps({"ways": everything, "microbatches": sizes}, indent=1))
-    plot(everything, folder / "clipping.png")
+    plot([row for row in everything if row["model"] in MODELS], folder / "clipping.png")
     print(f"saved {folder / 'clipping.md'}, {folder / 'clipping.json'} and {folder / 'clipping.png'}")
 
 

@@ -95,3 +95,13 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "embedding": (Bag, lambda n: torch.randint(20000, (n, 64))),
     "ResNet": (ResNet, lambda n: torch.randn(n, 3, 32, 32)),
 }
+
+
+def _lstm_of_opacus() -> nn.Module:
+    from opacus.layers import DPLSTM
+
+    return Recurrent(DPLSTM(64, 128, batch_first=True))
+
+
+# What Opacus needs other modules for: its hooks do not see into torch's LSTM.
+OPACUS: dict[str, Callable[[], nn.Module]] = {"LSTM": _lstm_of_opacus}

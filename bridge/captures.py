@@ -199,6 +199,11 @@ class Walk:
         return found
 
     @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules that were met."""
+        return [place for place in self._places if isinstance(place, torch.nn.Module)]
+
+    @property
     def user_code(self) -> types.CodeType | None:
         """The code of the first function met that is the user's own."""
         return next((p for p in self.parts if isinstance(p, types.CodeType) and is_users_file(p.co_filename)), None)

@@ -66,7 +66,8 @@ def clip_by_global_norm(max_norm: PyTree, *, nan_safe: bool = True) -> Callable[
 
     Args:
         max_norm: A positive number or an array of shape ``()``, which may be traced: a changing norm does not compile
-            anew. Or a tree of these that is a prefix of the gradients' tree: each part is clipped by itself.
+            anew (a traced one that is not positive gives NaN). Or a tree of these that is a prefix of the gradients'
+            tree: each part is clipped by itself.
         nan_safe: Gradients whose norm is not finite become zero, so that one bad example spoils nothing.
 
     Returns:
@@ -172,6 +173,8 @@ def _clipped(
         # Where a norm is inf, so that inf / inf never occurs; and no division by zero, which a derivative would see.
         divisor = jnp.where(above, length, 1)
         scale = jnp.where(above, 1 / divisor, 1 / norm) if unit else jnp.where(above, norm / divisor, 1)
+        # A traced norm cannot raise an error: NaN, unlike gradients that were not clipped, is noticed.
+        scale = jnp.where(norm > 0, scale, jnp.nan)
         clipped.append(jax.tree.map(lambda g, scale=scale: _times(g, scale, keep), part))
     return treedef.unflatten(clipped)
 
@@ -258,7 +261,7 @@ def clipped_grad(
         argnums: The positions of the arguments to differentiate.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
         l2_clip_norm: A positive number, traced or not, or a tree of them that is a prefix of the gradients' tree: each
-            part is then clipped by itself.
+            part is then clipped by itself. A traced one that turns out not to be positive gives NaN.
         rescale_to_unit_norm: Divide by the clip norm, so that the largest norm is 1.
         normalize_by: Divide the sum by this, for instance the expected batch size.
         batch_argnums: The positions of the arguments that hold the batch, on axis 0.

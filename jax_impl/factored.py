@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import convolutions  # noqa: F401  (its rule)
@@ -104,6 +105,12 @@ def _eligible(aval: Any) -> bool:
     return hasattr(aval, "shape") and jnp.issubdtype(aval.dtype, jnp.floating) and aval.size > 1
 
 
+def _is_zero(constant: Any) -> bool:
+    if isinstance(constant, jax.core.Tracer) or not jnp.issubdtype(constant.dtype, jnp.floating):
+        return False
+    return not np.any(np.asarray(constant))
+
+
 class _Evaluator:
     """Traces an inlined jaxpr, keeping what the plan allows as factors."""
 
@@ -118,7 +125,8 @@ class _Evaluator:
                     self.uses.setdefault(v, []).append(e)
         self.env: dict[Any, Any] = {}
         self.scalars: dict[Any, Any] = {}  # variables that repeat one number -> that number
-        self.zeros: set[Any] = set()
+        constants = zip(self.jaxpr.constvars, closed.consts, strict=True)
+        self.zeros: set[Any] = {v for v, constant in constants if _is_zero(constant)}
         self.paths: dict[Any, Path] = {}
 
     def run(self, args: Sequence[Any]) -> list[Any]:
@@ -515,8 +523,9 @@ def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
             # In at least 32 bits: a weight far from 1 would not fit a half-precision factor.
             array = array.astype(jnp.promote_types(array.dtype, w.dtype)) * along(w, f)
         factors[i] = dataclasses.replace(f, array=array, batched=False)
-    if smallest is None:
-        factors.append(Factor(jnp.broadcast_to(weight, (term.sizes[label],)), (label,), False))
+    if smallest is None:  # only indices differ between examples
+        kept = weight if mask is None else jnp.where(mask, weight, 0)
+        factors.append(Factor(jnp.broadcast_to(kept, (term.sizes[label],)), (label,), False))
     return term.replace(factors=tuple(factors))
 
 

@@ -231,23 +231,59 @@ def _scaled(value: Any, scale: Sequence[Factor], power: int = 1) -> Any:
     return value
 
 
-def _over_taps(term: Term, compute: Callable[[Term], Any]) -> Any:
-    """What ``compute`` makes of the term at each tap of its convolution window, ``[taps, ...]``; None without one.
+def _entry(f: Factor, at: dict[Label, Any]) -> Factor:
+    """The factor at one place along some of its labels."""
+    for label, place in at.items():
+        while label in f.labels:
+            i = f.labels.index(label)
+            array = jax.lax.dynamic_index_in_dim(f.array, place, i, keepdims=False)
+            f = Factor(array, (*f.labels[:i], *f.labels[i + 1 :]), f.batched)
+    return f
+
+
+def _cut_at_taps(term: Term, taps: dict[Label, int]) -> Callable[[Sequence[Any]], Term]:
+    """For a place in each of some axes of the result, by their labels: the term there."""
+    axes = tuple(() if axis and axis[0] in taps else axis for axis in term.axes)
+    inside = [isinstance(f, Windows) and taps.keys() >= set(f.tap_labels) for f in term.factors]
+    # Others may have the taps' axes too: what a kernel is multiplied by before it is used.
+    factors = [
+        f.expanded() if isinstance(f, Windows) and not window and set(f.labels) & taps.keys() else f
+        for f, window in zip(term.factors, inside, strict=True)
+    ]
+    padded = [f.padded if isinstance(f, Windows) else None for f in factors]
+
+    def cut(f: Factor, array: Any, window: bool, tap: Sequence[Any]) -> Factor:
+        if window and isinstance(f, Windows):
+            return f.at_tap(array, [tap[taps[k]] for k in f.tap_labels])
+        return _entry(f, {label: tap[i] for label, i in taps.items()})
+
+    def at(tap: Sequence[Any]) -> Term:
+        triples = zip(factors, padded, inside, strict=True)
+        return term.replace(factors=tuple(cut(*triple, tap) for triple in triples), axes=axes)
+
+    return at
+
+
+def _over_taps(terms: Sequence[Term], compute: Callable[..., Any]) -> Any:
+    """What ``compute`` makes of terms of one shape at each tap of a convolution window, ``[taps, ...]``; None without.
 
     One tap after another, in a loop: at no time do all the shifted copies of the input exist.
     """
-    found = [f for f in term.factors if isinstance(f, Windows)]
-    if not found:
+    found = [(t, f) for t in terms for f in t.factors if isinstance(f, Windows)]
+    if not found or any(found[0][0].axes.count((k,)) != 1 for k in found[0][1].tap_labels):
         return None
-    window, rest = found[0], tuple(f for f in term.factors if f is not found[0])
-    if any(term.axes.count((k,)) != 1 or k in term.places for k in window.tap_labels):
-        return None
-    axes = tuple(() if axis and axis[0] in window.tap_labels else axis for axis in term.axes)
-    padded = window.padded
+    window, cuts = found[0][1], []
+    where = [found[0][0].axes.index((k,)) for k in window.tap_labels]
+    for t in terms:
+        taps = {label: i for i, axis in enumerate(where) for label in t.axes[axis]}
+        placed = {k for p in t.places.values() for k in p.labels} | t.places.keys()
+        if any(len(t.axes[axis]) > 1 for axis in where) or any(k in placed or t.out.count(k) > 1 for k in taps):
+            return None
+        cuts.append(_cut_at_taps(t, taps))
 
     def at(number: Any) -> Any:
         tap = jnp.unravel_index(number, window.taps) if not isinstance(number, int) else (0,) * len(window.taps)
-        return compute(term.replace(factors=(window.at_tap(padded, tap), *rest), axes=axes))
+        return compute(*(cut(tap) for cut in cuts))
 
     count = math.prod(window.taps)
     return at(0)[None] if count == 1 else jax.lax.map(at, jnp.arange(count, dtype=jnp.int32))
@@ -256,7 +292,7 @@ def _over_taps(term: Term, compute: Callable[[Term], Any]) -> Any:
 def dense(term: Term, dtype: Any) -> Any:
     """The term as an array."""
     shape = tuple(math.prod(term.sizes[x] for x in axis) for axis in term.axes)
-    parts = _over_taps(term, lambda part: dense(part, dtype))
+    parts = _over_taps([term], lambda part: dense(part, dtype))
     if parts is not None:
         window = next(f for f in term.factors if isinstance(f, Windows))
         # [taps, rest] -> the taps' axes in their places
@@ -340,6 +376,10 @@ def split_label(term: Term, label: Label, first: int) -> Term:
 
 def inner(a: Term, b: Term, dtype: Any) -> Any:
     """The inner product of two terms of one shape; None where it is zero whatever the factors hold."""
+    zero = jnp.zeros((), dtype)
+    parts = _over_taps([a, b], lambda s, t: zero if (value := inner(s, t, dtype)) is None else value)
+    if parts is not None:
+        return jnp.sum(parts)
     a, b = matched(a, b.fresh(), [(i, i) for i in range(len(a.axes))])
     sizes = a.sizes | b.sizes
     table: dict[Label, Label] = {}
@@ -400,7 +440,7 @@ def taken(f: Factor, label: Label, places: Places) -> Factor:
 
 def self_inner(term: Term, dtype: Any) -> Any:
     """The squared norm of a term: by Gram matrices or from the array itself, whichever multiplies less."""
-    parts = _over_taps(term, lambda part: self_inner(part, dtype))
+    parts = _over_taps([term], lambda part: self_inner(part, dtype))
     if parts is not None:
         return jnp.sum(parts)
     injective = all(p.static for p in term.places.values())
@@ -444,7 +484,8 @@ def folded(term: Term) -> Term:
     factors = list(term.factors)
     i = min(range(len(factors)), key=lambda i: (not factors[i].batched, factors[i].stored))
     f = factors[i]
-    value = _scaled(f.array.astype(wide(f.array.dtype)), term.scale)
+    dtype = f.array.dtype if jnp.issubdtype(f.array.dtype, jnp.inexact) else term.scale[0].array.dtype  # a mask
+    value = _scaled(f.array.astype(wide(dtype)), term.scale)
     factors[i] = dataclasses.replace(f, array=value, batched=f.batched or any(s.batched for s in term.scale))
     return term.replace(factors=tuple(factors), scale=())
 

@@ -48,8 +48,8 @@ class Lazy:
 
     @property
     def stored(self) -> int:
-        """Elements kept for each example."""
-        return sum(t.stored for t in self.terms)
+        """Elements kept for each example; an array that several terms have is kept once."""
+        return sum({id(f.array): f.stored for t in self.terms for f in t.factors if f.batched}.values())
 
     @property
     def is_array(self) -> bool:
@@ -462,7 +462,9 @@ def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
             at = [g.labels.index(label) for label in f.labels]
             order = sorted(range(len(at)), key=at.__getitem__)
             shape = [term.sizes[x] if x in f.labels else 1 for x in g.labels]
-            array = g.array * f.array.transpose(order).reshape(shape).astype(g.array.dtype)
+            # A mask takes no more digits than the factor has; numbers keep theirs, a small scale in half precision too.
+            dtype = jnp.promote_types(g.array.dtype, f.array.dtype)
+            array = g.array.astype(dtype) * f.array.transpose(order).reshape(shape).astype(dtype)
             factors[i] = dataclasses.replace(g, array=array, batched=g.batched or f.batched)
         else:
             factors.append(f)
@@ -495,7 +497,7 @@ def _select(ev: Any, e: Any) -> Lazy:
     total = Lazy(e.outvars[0].aval.shape, e.outvars[0].aval.dtype, ())
     array = ev.array(which)
     for v, keep in zip(cases, (jnp.logical_not(array), array), strict=True):
-        part = whole(keep.astype(total.dtype), False)
+        part = whole(keep.astype(bool), False)
         total = total.plus(_lazy(ev, v).map(functools.partial(_product, b=part)), True)
     return total
 
@@ -628,7 +630,7 @@ def _contracted(term: Term, extra: Sequence[Factor]) -> Term:
 def _scatter_add(ev: Any, e: Any) -> Lazy:
     target, indices, updates = e.invars
     numbers = e.params["dimension_numbers"]
-    if numbers.operand_batching_dims or not ev.is_batched(updates):
+    if numbers.operand_batching_dims:
         raise UnsupportedError("a scatter with batch axes")
     value, where = _lazy(ev, updates), ev.array(indices)
     given, shape = updates.aval.shape, target.aval.shape
@@ -665,14 +667,21 @@ def _scatter_add(ev: Any, e: Any) -> Lazy:
         t = t.replace(axes=tuple(axes), sizes=sizes, places=places)
         if "CLIP" in mode or "PROMISE" in mode:
             return t
-        return _absorbed(t, [Factor(alive.astype(value.dtype), entries, batched)])
+        return _absorbed(t, [Factor(alive, entries, batched)])
 
     return _lazy(ev, target).plus(value.map(put, shape), True)
 
 
-def _scatter_zero(ev: Any, e: Any) -> Lazy:
-    """Entries set to zero, as the gradient of what was overwritten: a product with a mask."""
+def _one_place(e: Any) -> bool:
+    """Whether a scatter writes one window, so that no two updates meet."""
+    return math.prod(e.invars[1].aval.shape[:-1]) == 1
+
+
+def _scatter(ev: Any, e: Any) -> Lazy:
+    """Entries set to zero, as the gradient of what was overwritten: a product with a mask. Or a window in zeros."""
     target, indices, updates = e.invars
+    if ev.is_zero(target) and (_one_place(e) or e.params["unique_indices"]):
+        return _scatter_add(ev, e)
     if not ev.is_zero(updates) or ev.is_batched(indices):
         raise UnsupportedError("entries that are overwritten")
     ones = jnp.ones(target.aval.shape, target.aval.dtype)
@@ -747,7 +756,7 @@ RULES: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_sum": _reduce_sum,
     "square": _square,
     "dot_general": _dot,
-    "scatter": _scatter_zero,
+    "scatter": _scatter,
     "scatter-add": _scatter_add,
     "scatter_add": _scatter_add,
     "dynamic_update_slice": _update_slice,
@@ -799,6 +808,11 @@ def _of_dot(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
     return "lazy" if shared and kinds.get(e.outvars[0]) == "lazy" else ""
 
 
+def _of_scatter(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
+    moves = i == 0 or (i == 2 and (_one_place(e) or e.params["unique_indices"]))
+    return "lazy" if moves and kinds.get(e.outvars[0]) == "lazy" else ""
+
+
 def _of_barrier(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
     return "lazy" if kinds.get(e.outvars[i]) == "lazy" else ""
 
@@ -814,9 +828,10 @@ def _of_scan(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
 
 ACCEPTS: dict[str, Accepts] = {
     **{name: _if_lazy(0) for name in ("transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type")},
-    **{name: _if_lazy(0) for name in ("copy", "copy_p", "rev", "slice", "pad", "neg", "div", "scatter")},
+    **{name: _if_lazy(0) for name in ("copy", "copy_p", "rev", "slice", "pad", "neg", "div")},
     **{name: _if_lazy() for name in ("add", "add_any", "sub", "concatenate", "stack")},
     "dynamic_update_slice": _if_lazy(0, 1),
+    "scatter": _of_scatter,
     "scatter-add": _if_lazy(0, 2),
     "scatter_add": _if_lazy(0, 2),
     "select_n": _if_lazy(1, 2),

@@ -111,6 +111,20 @@ def convolution_channels_last(p, x):
     return total(jax.lax.conv_general_dilated(x, p["a"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")))
 
 
+@case({"a": normal(30, 6, 3, 3)}, normal(ROWS, 6, 4, 4), "a")
+def convolution_with_a_standardised_kernel(p, x):
+    a = p["a"] - p["a"].mean((1, 2, 3), keepdims=True)
+    return total(_conv(x, a / a.std((1, 2, 3), keepdims=True), 2))
+
+
+@case({"a": normal(30, 6, 3, 3), "m": normal(30, 6, 3, 3), "b": normal(30, 6, 3)}, normal(ROWS, 6, 3, 3), "a b m")
+def convolution_with_a_kernel_of_products(p, x):
+    """The kernel's gradient is multiplied by arrays that have its taps, all of them or along one axis."""
+    mask = np.arange(9).reshape(3, 3) % 2
+    h = jnp.tanh(_conv(x, p["a"] * mask * jnp.exp(p["a"]), 2)) + _conv(x, p["b"][..., None] * mask, 2)
+    return total(h + _conv(x, p["a"] * jnp.tanh(p["m"]), 2))
+
+
 @case({"e": normal(30, 7), "w": normal(7, 11)}, tokens(ROWS, 9, size=4), "e")
 def embedding_with_repeated_indices(p, x):
     return total(jnp.tanh(p["e"][x]) @ p["w"])
@@ -124,6 +138,11 @@ def embedding_tied_to_the_output(p, x):
 @case({"e": normal(4, 6, 9)}, tokens(ROWS, 2, size=4), "e")
 def embedding_of_two_indices(p, x):
     return total(p["e"][x[0, 0], x[0, 1]]) + total(p["e"][x[0, 1]][2])
+
+
+@case({"e": normal(9, 8)}, tokens(ROWS, 4, size=6), "e")
+def embedding_with_a_gradient_that_all_share(p, x):
+    return jnp.sum(p["e"][x]) + jnp.sum(p["e"][:2])
 
 
 @case({"e": normal(20, 6)}, tokens(ROWS, 3, size=25), "e")

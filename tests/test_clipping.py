@@ -348,3 +348,10 @@ def test_bad_input():
         rescale_by_norm(1.0)
     with pytest.raises(ValueError, match="scale_fn must return a number"):
         micro_grad(linear, transform_fn=rescale_by_norm(lambda n: n[None]))(PARAMS, ROWS_OF)
+
+
+def test_a_traced_clip_norm_that_is_not_positive_gives_nan():
+    for bad in (-1.0, 0.0, math.nan):
+        assert np.isnan(jax.jit(lambda bound: clipped(ROWS_OF, bound)[0]["w"])(bad)).all()
+        fun = lambda bound: micro_grad(linear, transform_fn=clip_by_global_norm(bound))(PARAMS, ROWS_OF)[0]["w"]
+        assert np.isnan(jax.jit(fun)(bad)).all()

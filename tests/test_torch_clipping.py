@@ -41,6 +41,26 @@ class Tied(nn.Module):
         return (self.inner(self.embedding(x)) @ self.embedding.weight.T).mean(1)
 
 
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(30, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(torch.tanh(x + self.embedding.weight[: x.shape[1]]))
+
+
+class Standardised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 30, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.conv.weight
+        w = (w - w.mean((1, 2, 3), keepdim=True)) / w.std((1, 2, 3), keepdim=True)
+        return F.conv2d(x, w, self.conv.bias, padding=1)
+
+
 def head(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(5))
 
@@ -132,6 +152,23 @@ def test_modules_take_the_factored_path(name):
     assert "materialised" not in paths.values(), str(explanation)
 
 
+@pytest.mark.parametrize(("model", "shape"), [(Places(), (3, 8)), (Standardised(), (6, 3, 3))])
+def test_parameters_that_are_sliced_or_standardised(model, shape):
+    loss = lambda p, x: torch.tanh(torch.func.functional_call(model, p, (x,))).square().mean()
+    params, x = {k: p.detach() for k, p in model.named_parameters()}, torch.randn(ROWS, *shape)
+    grads = [torch.func.grad(loss)(params, row[None]) for row in x]
+    norms = torch.stack([mt.global_norm(g) for g in grads])
+    bound = float(norms.median())
+    want = {k: sum(g[k] * min(1, bound / float(n)) for g, n in zip(grads, norms, strict=True)) for k in params}
+    fun = mt.clipped_grad(loss, l2_clip_norm=bound, return_grad_norms=True)
+    got, aux = fun(params, x)
+    assert_close(got, want)
+    torch.testing.assert_close(aux.grad_norms, norms, rtol=1e-4, atol=1e-6)
+    explanation = fun.explain(params, x)
+    assert "materialised" not in {p.path for p in explanation.paths.values()}, str(explanation)
+    assert fun.explain(params, x) == explanation
+
+
 def by_hand(grads):
     norm = torch.stack([g.norm() for g in grads.values()]).norm()
     return {k: g * (0.5 / norm).clamp(max=1) for k, g in grads.items()}
@@ -185,6 +222,16 @@ def test_clip_norms_change_without_compiling_anew():
             scale = (value / (x.norm(dim=1) * 2**0.5)).clamp(max=1)
             torch.testing.assert_close(got[0] if isinstance(got, tuple) else got, (scale @ x)[:, None].expand(4, 2))
         assert not calls
+
+
+def test_a_clip_norm_that_becomes_negative_gives_nan():
+    x, w, bound = torch.randn(3, 4), torch.ones(4, 2), torch.tensor(1.0)
+    loss = lambda w, x: (x @ w).sum()
+    funs = [mt.clipped_grad(loss, l2_clip_norm=bound), mt.micro_grad(loss, transform_fn=mt.clip_by_global_norm(bound))]
+    for value in (-1.0, 0.0, math.nan):
+        bound.fill_(value)
+        got = [funs[0](w, x), funs[1](w, x)[0]]
+        assert all(g.isnan().all() for g in got)
 
 
 def test_padding_nan_frozen_and_empty():
@@ -254,6 +301,18 @@ def test_bad_input():
         mt.clipped_grad(loss, l2_clip_norm=1.0)(params, x)
     with pytest.raises(ValueError, match="normalises over the batch"):
         mt.clipped_backward(norm, lambda model, x: model(x).sum(), max_grad_norm=1.0)(x)
+
+    class Trainer:
+        def __init__(self):
+            self.model = norm
+
+        def loss(self, p, x):
+            return torch.func.functional_call(self.model, p, (x,)).sum()
+
+    within = {"models": [norm]}
+    for elsewhere in (Trainer().loss, lambda p, x: within["models"][0](x).sum() * p["0.bias"].sum()):
+        with pytest.raises(ValueError, match="normalises over the batch"):
+            mt.clipped_grad(elsewhere, l2_clip_norm=1.0)(params, x)
     norm.eval()
     assert mt.clipped_grad(loss, l2_clip_norm=1.0)(params, x)["0.weight"].shape == (4, 4)
     plain = lambda p, x: (x @ p["w"]).sum()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .. import jax_impl
+from ..bridge.captures import Walk, is_traced
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import to_jax_tree
 from ..bridge.values import jax_dtype
@@ -55,10 +55,15 @@ def clip_by_global_norm(max_norm: float | torch.Tensor, *, nan_safe: bool = True
     """
     jax_impl.clip_by_global_norm(_numbers(max_norm))
 
-    def scale(norm: torch.Tensor) -> torch.Tensor:
-        return torch.clamp(max_norm / torch.where(norm > 0, norm, 1), max=1)
+    def transform(grads: Any) -> Any:
+        norm = global_norm(grads)
+        bound = max_norm if isinstance(max_norm, torch.Tensor) else norm.new_tensor(float(max_norm))
+        above = norm > bound
+        scale = torch.where(above, bound / torch.where(above, norm, 1), 1)
+        scale = torch.where(bound > 0, scale, math.nan)  # rather than gradients that were not clipped
+        return _scaled(grads, scale, torch.isfinite(norm) if nan_safe else None)
 
-    return rescale_by_norm(scale, nan_safe=nan_safe)
+    return transform
 
 
 def rescale_by_norm(scale_fn: Callable[[torch.Tensor], Any], *, nan_safe: bool = True) -> Callable[[Any], Any]:
@@ -83,19 +88,21 @@ def rescale_by_norm(scale_fn: Callable[[torch.Tensor], Any], *, nan_safe: bool =
     def transform(grads: Any) -> Any:
         norm = global_norm(grads)
         scale = torch.as_tensor(scale_fn(norm))
-        keep = torch.isfinite(norm) & torch.isfinite(scale)
-
-        def apply(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
-                return leaf
-            scaled = (leaf.to(_wide(leaf)) * scale).to(leaf.dtype)
-            return (
-                torch.where(keep, scaled, torch.zeros((), dtype=leaf.dtype, device=leaf.device)) if nan_safe else scaled
-            )
-
-        return torch.utils._pytree.tree_map(apply, grads)
+        return _scaled(grads, scale, torch.isfinite(norm) & torch.isfinite(scale) if nan_safe else None)
 
     return transform
+
+
+def _scaled(grads: Any, scale: torch.Tensor, keep: torch.Tensor | None) -> Any:
+    """The gradients scaled, and zero where they are not to be kept."""
+
+    def apply(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            return leaf
+        scaled = (leaf.to(_wide(leaf)) * scale).to(leaf.dtype)
+        return scaled if keep is None else torch.where(keep, scaled, torch.zeros_like(scaled))
+
+    return torch.utils._pytree.tree_map(apply, grads)
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
@@ -224,7 +231,8 @@ def clipped_grad(
         return grad_fn.explain(*args, **kwargs)
 
     def leading(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        _check_modules(fun)
+        if is_traced(traced):
+            _check_modules(fun)
         kwargs.pop("is_padding_example", None)
         return l2_clip_norm, frozen_flags(traced, wanted, args, kwargs)
 
@@ -299,7 +307,6 @@ def clipped_backward(
         return torch.func.functional_call(whole, params, batch)
 
     def backward(*batch: Any, is_padding_example: torch.Tensor | None = None) -> ClippedAux:
-        _check_modules(model)
         params = {"model." + k: p for k, p in model.named_parameters() if p.requires_grad}
         if not params:
             raise ValueError("model has no parameter that requires a gradient.")
@@ -342,8 +349,9 @@ class _WithLoss(torch.nn.Module):
 
 def _check_modules(fun: Any) -> None:
     """A ValueError for batch normalisation in training mode in a module that the function is or refers to."""
-    for module in _modules(fun):
-        for name, part in module.named_modules():
+    seen: set[torch.nn.Module] = set()
+    for module in Walk(fun).modules:
+        for name, part in module.named_modules(seen):
             if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and _uses_batch(part):
                 where = f"{name or 'the module'} ({type(part).__name__})"
                 raise ValueError(
@@ -355,21 +363,3 @@ def _check_modules(fun: Any) -> None:
 
 def _uses_batch(norm: Any) -> bool:
     return norm.training or (norm.running_mean is None and norm.running_var is None)
-
-
-def _modules(fun: Any) -> Iterator[torch.nn.Module]:
-    if isinstance(fun, torch.nn.Module):
-        yield fun
-    elif isinstance(fun, functools.partial):
-        for part in (fun.func, *fun.args, *fun.keywords.values()):
-            yield from _modules(part) if callable(part) else ()
-    elif inspect.ismethod(fun):
-        yield from _modules(fun.__self__)
-    elif inspect.isfunction(fun):
-        for cell in fun.__closure__ or ():
-            try:
-                held = cell.cell_contents
-            except ValueError:
-                continue
-            if isinstance(held, torch.nn.Module):
-                yield held

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..bridge.tracing import python_function
 from ..bridge.trees import Rows, to_jax_tree, to_torch_tree
 
 Fun = Callable[..., Any]
+_EXPLAINED = itertools.count()
 
 
 def finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recompute: bool = False) -> Fun:
@@ -39,15 +41,16 @@ def explain_with(explain: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]]
 
     @functools.wraps(python_function(fun))
     def explained(*args: Any, **kwargs: Any) -> Any:
-        found: list[Any] = []
+        found: dict[int, Any] = {}
+        number = next(_EXPLAINED)  # makes the probe another function each time: one that was traced would not run
 
         def probe(*args: Any, **kwargs: Any) -> Any:
-            found.append(explain(*args, **kwargs))
+            found[number] = explain(*args, **kwargs)
             return jnp.zeros(())
 
         call: Any = as_torch(_signed(probe, fun))
         call.compiled(*leading(*args, **kwargs), *args, **kwargs)
-        return found[-1]
+        return found[number]
 
     return explained
 
