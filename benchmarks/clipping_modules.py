@@ -35,7 +35,7 @@ class Transformer(nn.Module):
         self.blocks, self.out = nn.ModuleList([Block(), Block()]), nn.Linear(128, 10, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.tokens(x) + self.places(torch.arange(x.shape[1]).expand(x.shape))
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]).expand(x.shape).contiguous())
         for block in self.blocks:
             h = block(h)
         return self.out(h.mean(1))

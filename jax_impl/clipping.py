@@ -244,6 +244,8 @@ def clipped_grad(
     * Where no rule covers an operation, the gradient of that parameter, and of no other, is computed for each example
       of a microbatch. ``explain(*args)`` tells for each parameter which path it takes, and why.
     * Differentiated itself, it is computed the plain way.
+    * The squares of each factor have to fit the dtype, not only those of the product: in float32, a layer whose inputs
+      are all below 1e-19 (while cotangents are huge) gets no right norm.
     * In half precision the sum is more accurate: products are accumulated in float32 and rounded once.
 
     An example whose gradient holds NaN or infinity counts as zero with ``nan_safe``, all of it. (jax_privacy zeroes

@@ -8,6 +8,7 @@ embedding is ``D[t, o]`` whose ``t`` stands at ``index[t]`` of the vocabulary.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -374,6 +375,13 @@ def split_label(term: Term, label: Label, first: int) -> Term:
     return term.replace(factors=tuple(factors), axes=axes, sizes=sizes)
 
 
+def _meetings(left: Any, right: Any) -> Any:
+    """How many pairs of entries are equal; in a loop, as XLA on CPU would write out all comparisons to sum them."""
+    right = jnp.asarray(right)
+    count = lambda _, i: (None, jnp.sum(i == right, dtype=jnp.int32))
+    return jnp.sum(jax.lax.scan(count, None, jnp.asarray(left).reshape(-1), unroll=8)[1])
+
+
 def inner(a: Term, b: Term, dtype: Any) -> Any:
     """The inner product of two terms of one shape; None where it is zero whatever the factors hold."""
     zero = jnp.zeros((), dtype)
@@ -383,7 +391,7 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
     a, b = matched(a, b.fresh(), [(i, i) for i in range(len(a.axes))])
     sizes = a.sizes | b.sizes
     table: dict[Label, Label] = {}
-    equal: list[Factor] = []
+    pairs: list[tuple[Places, Places]] = []
     gathered: list[tuple[bool, Label, Places]] = []
     # An axis of length 1 may have a label in one and none in the other.
     both = [pair for pair in zip(a.axes, b.axes, strict=True) if all(pair)]
@@ -402,9 +410,7 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
                 ):
                     table.update(zip(at_y.labels, at_x.labels, strict=True))
                     continue
-            left = jnp.asarray(at_x.index).reshape(*at_x.index.shape, *[1] * len(at_y.labels))
-            same = (left == jnp.asarray(at_y.index)).astype(dtype)
-            equal.append(Factor(same, (*at_x.labels, *at_y.labels), at_x.batched or at_y.batched))
+            pairs.append((at_x, at_y))
         else:
             gathered.append((at_x is not None, y if at_x is not None else x, at_x or at_y))  # type: ignore[arg-type]
     ours, theirs = _expanded(a.factors), _expanded(b.factors)
@@ -414,11 +420,20 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
         else:
             ours = [taken(f, label, p) for f in ours]
     theirs = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in theirs]
-    equal = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in equal]
-    factors = [*ours, *theirs, *equal]
+    factors = [*ours, *theirs]
+    placed = [tuple(table.get(k, k) for p in pair for k in p.labels) for pair in pairs]
+    uses = collections.Counter(k for labels in [*(f.labels for f in factors), *placed] for k in set(labels))
+    held = uses.keys() | {label for _, label, _ in gathered}
+    for (at_x, at_y), labels in zip(pairs, placed, strict=True):
+        alone = len(set(labels)) == len(labels) and all(uses[k] == 1 for k in labels)
+        batched = at_x.batched or at_y.batched
+        if alone:
+            factors.append(Factor(_meetings(at_x.index, at_y.index).astype(dtype), (), batched))
+        else:
+            left = jnp.asarray(at_x.index).reshape(*at_x.index.shape, *[1] * len(at_y.labels))
+            factors.append(Factor((left == jnp.asarray(at_y.index)).astype(dtype), labels, batched))
     value = _einsum(factors, (), sizes, dtype, a.precision)
     # A label that no factor has is an axis along which the product is constant.
-    held = {x for f in factors for x in f.labels} | {label for _, label, _ in gathered}
     free = [x for t in (a, b) for x in t.out if x not in t.places]
     free += [k for t in (a, b) for p in t.places.values() for k in p.labels]
     value = value * math.prod(sizes[x] for x in dict.fromkeys(table.get(x, x) for x in free) if x not in held)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from clipping_cases import CASES, ROWS
+from clipping_models import MODELS
 from microbatching_cases import assert_same
 
 from microtome.jax_impl import (
@@ -305,6 +306,18 @@ def test_memory_is_that_of_the_plain_gradient():
     assert temporary(fun.fun, params, rows) <= 1.25 * plain
     small = clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=16)
     assert temporary(small.fun, params, rows) <= 0.6 * plain
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_of_whole_networks(name):
+    """No array in the optimised program has as many elements as the gradients of the largest parameter."""
+    rows = 256 if name in ("MLP", "embedding") else 16
+    loss, params, x, y = MODELS[name](rows)
+    plain = temporary(jax.grad(loss), params, x, y)
+    fun = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
+    compiled = jax.jit(fun.fun).lower(params, x, y).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 1.25 * plain
+    assert largest_array(compiled) < rows * max(leaf.size for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize(
