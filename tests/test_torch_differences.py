@@ -99,6 +99,15 @@ def test_what_is_zero_but_for_rounding(name: str, seed: int) -> None:
     assert set(verdicts(*CANCELLING[name], x).values()) <= {"equal", "rounding"}
 
 
+def test_derivatives_that_vanish_but_for_cancelled_numbers() -> None:
+    """Of a saturated softmax: zero in float32, and in float64 what is left of numbers of 1e12."""
+    torch_fun = lambda w, x: (x @ w).softmax(-1)
+    report = mt.compare(
+        torch_fun, lambda w, x: jax.nn.softmax(x @ w), 10 * X.view(8, 8), 1e4 * X.view(8, 8), hvp=True, engines=()
+    )
+    report.assert_agrees()
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12])
 def test_no_scale_hides_a_difference(scale: float) -> None:
     right, wrong = lambda x: jnp.exp(x) * scale, lambda x: jnp.exp(x) * (scale * (1 + 1e-7))

@@ -89,6 +89,16 @@ def test_values_tell_how_square_weights_lie() -> None:
     assert all(source.permute == (1, 0) for source in mt.propose_mapping(module, turned).values())
 
 
+@pytest.mark.parametrize("names", [("wi", "wh"), ("Wx", "Wh"), ("w_ih", "w_hh"), ("kernel_input", "kernel_recurrent")])
+def test_recurrent_weights_of_one_shape(names: tuple[str, str]) -> None:
+    """With as many inputs as states only the names tell the two apart."""
+    params = {"cell": {names[0]: shape(5, 20), names[1]: shape(5, 20), "bi": shape(20), "bh": shape(20)}}
+    mapping = mt.propose_mapping(nn.ModuleDict({"rnn": nn.LSTM(5, 5)}), params)
+    assert mapping[f"cell.{names[0]}"] == mt.Source("rnn.weight_ih_l0", permute=(1, 0))
+    assert mapping[f"cell.{names[1]}"] == mt.Source("rnn.weight_hh_l0", permute=(1, 0))
+    assert (str(mapping["cell.bi"]), str(mapping["cell.bh"])) == ("rnn.bias_ih_l0", "rnn.bias_hh_l0")
+
+
 def test_what_does_not_fit_is_left_out() -> None:
     mapping = mt.propose_mapping(nn.Linear(3, 2), {"kernel": shape(3, 2), "table": shape(7, 5)})
     assert list(mapping) == ["kernel"]

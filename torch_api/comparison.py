@@ -53,6 +53,12 @@ def compare(
     Derivatives are those of one number, the outputs' sum with fixed random weights, so that functions with any outputs
     have them.
 
+    Limits: in float64 an error counts from 1e-12 of its leaf's largest value on; where either side casts to float32
+    inside, from 64 units of float32's roundoff on. Dropout masks that the port does not draw by
+    ``jax.random.bernoulli``, one for each of torch's and in its order, do not fit. ``locate`` finds no difference that
+    is in derivatives alone, and does not look into ``while_loop``, ``cond`` and scans of more than 128 steps. The
+    guide "Checking a port" has more.
+
     Args:
         torch_fun: a module or function. A module's parameters and buffers are compared too; a function whose
             parameters are compared takes their dict first, and ``args[0]`` is that dict.

@@ -92,6 +92,8 @@ def compare_leaf(
         # Two errors may cancel by luck, so each side's own error in the dtype given counts as well.
         errors = error, _error(wide[0], fine[0]), _error(wide[1], fine[1])
         noise = max(_largest(e, told) for e in errors)
+        if not (wide[0].any() or wide[1].any()):  # zero is exact in float32, and says nothing of what was cancelled
+            noise = max(noise, scale, 1.0)
         same = _is_rounding(noise, absolute64, _largest(fine[0], told), scale, eps, exact.eps)
         if not same and np.isfinite(absolute):  # rounding may be larger elsewhere than what float64 finds
             error = error64

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .differences import as_numpy
-from .programs import run
+from .programs import run, unseen
 from .report import Location
 from .runs import ModuleCall
 
@@ -103,14 +103,20 @@ def locate(calls: list[ModuleCall], closed: Any, inputs: list[Any], tolerance: f
     if not suspects:
         return None
     disagreeing = tuple(dict.fromkeys(calls[i].name for i in suspects))
+    hidden = unseen(closed)
+    caution = ""
+    if hidden:
+        caution = (
+            f" What {', '.join(hidden)} computes within is not seen: a submodule ported there may be named wrongly."
+        )
     for i in suspects:
         there = _furthest(values, calls[i].inputs)
         if there is None or there <= tolerance:
             name, detail = _explain(i, calls, distances, values, tolerance)
-            return Location(name, detail, float(distances[i] or 0.0), disagreeing)
+            return Location(name, detail + caution, float(distances[i] or 0.0), disagreeing)
     first = calls[suspects[0]]
     return Location(
-        first.name, "JAX does not compute its inputs either.", float(distances[suspects[0]] or 0), disagreeing
+        first.name, f"JAX does not compute its inputs either.{caution}", float(distances[suspects[0]] or 0), disagreeing
     )
 
 
@@ -124,7 +130,8 @@ def _explain(
         child = calls[j]
         if _is_dropout(child) and (factor := values.multiple(_array(child.outputs[0]), tolerance)) is not None:
             return child.name, f"JAX computes its inputs, and goes on with {factor:.6g} times its output."
-    detail = f"JAX computes its inputs but not its output; the nearest value is off by {distance:.1e}."
+    nearest = "no value has its size" if distance == np.inf else f"the nearest value is off by {distance:.1e}"
+    detail = f"JAX computes its inputs but not its output; {nearest}."
     factor = values.multiple(_array(call.outputs[0]), tolerance) if call.outputs else None
     if factor is not None:
         detail = f"JAX computes its inputs, and {factor:.6g} times its output."

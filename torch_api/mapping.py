@@ -312,6 +312,8 @@ _SAME = {
     "query": ("q", "wq", "bq"),
     "key": ("k", "wk", "bk"),
     "value": ("v", "wv", "bv"),
+    "input": ("ih", "wi", "bi", "wx", "bx"),
+    "hidden": ("hh", "wh", "bh", "recurrent"),
     "out": ("o", "wo", "bo", "output"),
     "embed": ("emb", "embedding", "embeddings", "wte", "tok", "token"),
     "position": ("pos", "wpe", "positional"),
@@ -330,7 +332,7 @@ def _words(name: str) -> list[str]:
     for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name):
         part = part.lower()
         words.append(_WORD.get(part, part))
-        if len(part) == 2 and part[0] in _LETTER and part[1] in "qkvo":
+        if len(part) == 2 and part[0] in _LETTER and part[1] in "qkvoihx":
             words.append(_LETTER[part[0]])
     return words
 

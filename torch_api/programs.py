@@ -184,6 +184,16 @@ def run(
     return results, masks, taken
 
 
+def unseen(closed: Any) -> list[str]:
+    """The loops and conditionals that :func:`evaluate` takes as one operation, each with its line."""
+    found = []
+    for equation in equations(closed):
+        name = equation.primitive.name
+        if name in ("while", "cond") or (name == "scan" and equation.params["length"] > _UNROLLED):
+            found.append(f"{name} ({_line(equation)})")
+    return list(dict.fromkeys(found))
+
+
 def coarse_operations(closed: Any) -> dict[str, str]:
     """The dtypes coarser than float64 in which a program computes, each with the line of the first such operation."""
     found: dict[str, str] = {}
