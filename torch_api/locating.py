@@ -103,12 +103,9 @@ def locate(calls: list[ModuleCall], closed: Any, inputs: list[Any], tolerance: f
     if not suspects:
         return None
     disagreeing = tuple(dict.fromkeys(calls[i].name for i in suspects))
-    hidden = unseen(closed)
     caution = ""
-    if hidden:
-        caution = (
-            f" What {', '.join(hidden)} computes within is not seen: a submodule ported there may be named wrongly."
-        )
+    if hidden := unseen(closed):
+        caution = f" Not looked into: {', '.join(hidden)}; a submodule ported there may be named wrongly."
     for i in suspects:
         there = _furthest(values, calls[i].inputs)
         if there is None or there <= tolerance:
