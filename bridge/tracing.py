@@ -271,7 +271,7 @@ class _Traced:
         code = walk.user_code
         where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
         return TraceError(
-            f"{where}the function writes in place to {subject}, but a traced function leaves its inputs "
+            f"{where}the function writes to {subject} in place, but a traced function leaves its inputs "
             f"as they are. Work on a copy: {name.split('[')[0]}.clone(), or the op that is not in place."
         )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .lazy import Lazy
 from .networks import Factor, Label, Term, UnsupportedError, Windows, dense, new_label, whole
-from .rules import RULES, Lazy
+from .rules import RULES
 from .sums import wide
 
 

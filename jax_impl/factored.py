@@ -27,8 +27,9 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import convolutions  # noqa: F401  (its rule)
 from .inlining import batched_variables, bind, inline, pruned, scan_flags
+from .lazy import Lazy, Squares
 from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole
-from .rules import ACCEPTS, RULES, Lazy, Squares, adds, loop_sums
+from .rules import ACCEPTS, RULES, adds, loop_sums
 from .sums import wide
 
 _REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice")

@@ -365,7 +365,8 @@ class _Comparison:
                     self.report.problems.append(f"the arguments are float64, but JAX computes in {dtype}{where}")
                 else:
                     notes.append(f"{who} in {dtype} within the float64 run{where}")
-        return Precision() if coarsest is None else Precision(coarsest)
+        drawn = bool(draws.count)
+        return Precision(draws=drawn) if coarsest is None else Precision(coarsest, drawn)
 
     def _locate(self, sides: list[JaxSide], draws: Draws) -> None:
         wrong = [s for s in sides if any(r.against == s.name and r.verdict == "different" for r in self.report.rows)]

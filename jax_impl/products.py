@@ -1,0 +1,395 @@
+"""How products pass uncomputed through operations that add, scale and sum them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from .inlining import bind
+from .lazy import Lazy, Squares, lazy
+from .moves import placed
+from .networks import (
+    Factor,
+    Label,
+    Places,
+    Term,
+    UnsupportedError,
+    Windows,
+    inner,
+    matched,
+    new_label,
+    squared_norm,
+    taken,
+    whole,
+)
+from .sums import wide
+
+# Arithmetic
+
+
+def _negative(ev: Any, e: Any) -> Lazy:
+    return lazy(ev, e.invars[0]).times(-1.0, False)
+
+
+def _add(ev: Any, e: Any) -> Lazy:
+    left, right = (lazy(ev, v) for v in e.invars)
+    if e.primitive.name == "sub":
+        right = right.times(-1.0, False)
+    if left.shape != right.shape:
+        raise UnsupportedError("a number that is added")
+    return left.plus(right, True)
+
+
+def _number(ev: Any, v: Any) -> Any:
+    """The number that a variable repeats, or None."""
+    if isinstance(v, Literal) or not v.aval.shape:
+        value = ev.array(v)
+        return value if not jnp.shape(value) else None
+    return ev.scalars.get(v)
+
+
+def _multiply(ev: Any, e: Any) -> Any:
+    left, right = e.invars
+    if ev.kinds.get(e.outvars[0]) == "squares":
+        return Squares(lazy(ev, left))
+    for value, other in ((left, right), (right, left)):
+        number = _number(ev, other)
+        if number is not None and not isinstance(value, Literal):
+            return lazy(ev, value).times(number, ev.is_batched(other))
+    a, b = lazy(ev, left), lazy(ev, right)
+    if len(a.terms) * len(b.terms) > 4:
+        raise UnsupportedError("a product of sums")
+    shape, dtype = e.outvars[0].aval.shape, e.outvars[0].aval.dtype
+    return Lazy(shape, dtype, tuple(_product(s, t) for s in a.terms for t in b.terms))
+
+
+def _product(a: Term, b: Term) -> Term:
+    """The product entry by entry."""
+    if sum(f.batched for f in a.factors) < sum(f.batched for f in b.factors):
+        a, b = b, a
+    if b.places:
+        raise UnsupportedError("a product of two indexed arrays")
+    a, b = matched(a, b.fresh(), [(i, i) for i in range(len(a.axes))])
+    factors, table, axes = list(b.factors), {}, []
+    for ours, theirs in zip(a.axes, b.axes, strict=True):
+        axes.append(ours or theirs)
+        for x, y in zip(ours, theirs, strict=False):  # an axis of length 1 has no label: it is repeated
+            if x in a.places:
+                factors = [taken(f, y, a.places[x]) for f in factors]
+            else:
+                table[y] = x
+    factors = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in factors]
+    mask = a.mask if b.mask is None else b.mask if a.mask is None else a.mask & b.mask
+    sizes = a.sizes | {table.get(x, x): n for x, n in b.sizes.items()}
+    return _absorbed(a.replace(axes=tuple(axes), sizes=sizes, scale=(*a.scale, *b.scale), mask=mask), factors)
+
+
+def _narrowed(f: Factor, term: Term) -> Factor:
+    """The factor without axes of length 1 that nothing else has."""
+    single = [i for i, x in enumerate(f.labels) if term.sizes[x] == 1 and x not in term.out]
+    if isinstance(f, Windows) or not single:
+        return f
+    return Factor(jnp.squeeze(f.array, single), tuple(x for i, x in enumerate(f.labels) if i not in single), f.batched)
+
+
+def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
+    """The term with more factors, each multiplied into one that has its labels, if there is one."""
+    factors = list(term.factors)
+    for f in [_narrowed(f, term) for f in extra]:
+        fits = [
+            i
+            for i, g in enumerate(factors)
+            if set(f.labels) <= set(g.labels) and not isinstance(g, Windows) and not isinstance(f, Windows)
+        ]
+        if not f.labels:
+            term = term.replace(scale=(*term.scale, f))
+        elif fits and len(set(f.labels)) == len(f.labels):
+            i = min(fits, key=lambda i: factors[i].stored)
+            g = factors[i]
+            at = [g.labels.index(label) for label in f.labels]
+            order = sorted(range(len(at)), key=at.__getitem__)
+            shape = [term.sizes[x] if x in f.labels else 1 for x in g.labels]
+            # A mask takes no more digits than the factor has; numbers keep theirs, a small scale in half precision too.
+            dtype = jnp.promote_types(g.array.dtype, f.array.dtype)
+            array = g.array.astype(dtype) * f.array.transpose(order).reshape(shape).astype(dtype)
+            factors[i] = dataclasses.replace(g, array=array, batched=g.batched or f.batched)
+        else:
+            factors.append(f)
+    return term.replace(factors=tuple(factors))
+
+
+def _divide(ev: Any, e: Any) -> Lazy:
+    value, other = e.invars
+    number = _number(ev, other)
+    dtype = e.outvars[0].aval.dtype
+    if number is not None:
+        return lazy(ev, value).times(1 / jnp.asarray(number, dtype), ev.is_batched(other))
+    if ev.is_batched(other):
+        raise UnsupportedError("a quotient that differs between examples")
+    inverse = whole(1 / ev.array(other), False)
+    return lazy(ev, value).map(lambda t: _product(t, inverse), e.outvars[0].aval.shape)
+
+
+def _select(ev: Any, e: Any) -> Lazy:
+    which, *cases = e.invars
+    if len(cases) != 2:
+        raise UnsupportedError("a choice among many")
+    pred, batched = _number(ev, which), ev.is_batched(which)
+    if pred is not None:
+        chosen = [lazy(ev, v) for v in cases]
+        masked = lambda value, mask: value.map(lambda t: t.replace(mask=mask if t.mask is None else t.mask & mask))
+        return masked(chosen[0], jnp.logical_not(pred)).plus(masked(chosen[1], jnp.asarray(pred)), True)
+    if batched:
+        raise UnsupportedError("a choice that differs between examples and entries")
+    total = Lazy(e.outvars[0].aval.shape, e.outvars[0].aval.dtype, ())
+    array = ev.array(which)
+    for v, keep in zip(cases, (jnp.logical_not(array), array), strict=True):
+        part = whole(keep.astype(bool), False)
+        total = total.plus(lazy(ev, v).map(functools.partial(_product, b=part)), True)
+    return total
+
+
+# Sums
+
+
+def _reduce_sum(ev: Any, e: Any) -> Any:
+    v, axes = e.invars[0], e.params["axes"]
+    out = e.outvars[0].aval
+    value = ev.read(v)
+    if isinstance(value, Squares):
+        if len(axes) != len(v.aval.shape):
+            raise UnsupportedError("squares summed over some axes only")
+        return squared_norm(value.of.terms, out.dtype).astype(out.dtype)
+
+    def summed(t: Term) -> Term:
+        gone = [x for d in axes for x in t.axes[d]]
+        kept = [x for d, axis in enumerate(t.axes) if d not in axes for x in axis]
+        if set(gone) & set(kept):
+            raise UnsupportedError("a diagonal")
+        places = dict(t.places)
+        entries = [k for x in gone if x in places for k in places.pop(x).labels]
+        held = {x for f in t.factors for x in f.labels} | {k for p in places.values() for k in p.labels}
+        free = math.prod(t.sizes[x] for x in {*gone, *entries} - held - t.places.keys())
+        scale = t.scale if free == 1 else (*t.scale, Factor(jnp.asarray(float(free)), (), False))
+        return t.replace(axes=tuple(axis for d, axis in enumerate(t.axes) if d not in axes), places=places, scale=scale)
+
+    return lazy(ev, v).map(summed, out.shape)
+
+
+def _square(ev: Any, e: Any) -> Squares:
+    if ev.kinds.get(e.outvars[0]) != "squares":
+        raise UnsupportedError("squares that are not summed")
+    return Squares(lazy(ev, e.invars[0]))
+
+
+def _dot(ev: Any, e: Any) -> Any:
+    left, right = e.invars
+    (contract_l, contract_r), (batch_l, batch_r) = e.params["dimension_numbers"]
+    held = [isinstance(ev.read(v), Lazy) for v in e.invars]
+    a, b = lazy(ev, left), lazy(ev, right)
+    out = e.outvars[0].aval
+    if not out.shape and all(held):
+        order = sorted(range(len(contract_l)), key=lambda i: contract_l[i])
+        turned = b.map(lambda t: t.replace(axes=tuple(t.axes[contract_r[i]] for i in order)))
+        products = [inner(s, t, wide(out.dtype)) for s in a.terms for t in turned.terms]
+        masks = [[m for m in (s.mask, t.mask) if m is not None] for s in a.terms for t in turned.terms]
+        total = jnp.zeros((), wide(out.dtype))
+        for value, mask in zip(products, masks, strict=True):
+            if value is not None:
+                for m in mask:
+                    value = jnp.where(m, value, 0)
+                total = total + value
+        return total.astype(out.dtype)
+    if any(held) and ev.is_batched(right if held[0] else left):
+        raise UnsupportedError("a product with what differs between examples")
+    precision = e.params.get("precision")
+
+    def join(s: Term, t: Term) -> tuple[Term, list[Factor]]:
+        t = t.fresh()
+        pairs = [*zip(contract_l, contract_r, strict=True), *zip(batch_l, batch_r, strict=True)]
+        s, t = matched(s, t, pairs)
+        factors_s, factors_t = list(s.factors), list(t.factors)
+        places = {**s.places, **t.places}
+        table: dict[Label, Label] = {}
+        for i, j in pairs:
+            if not s.axes[i] or not t.axes[j]:
+                continue  # of length 1
+            for x, y in zip(s.axes[i], t.axes[j], strict=True):
+                if x in s.places or y in t.places:
+                    if i in batch_l or (x in s.places and y in t.places):
+                        raise UnsupportedError("an indexed axis in a product")
+                    if x in s.places:
+                        factors_t = [taken(f, y, s.places[x]) for f in factors_t]
+                    else:
+                        factors_s = [taken(f, x, t.places[y]) for f in factors_s]
+                    places.pop(x if x in s.places else y)
+                else:
+                    table[y] = x
+        factors_t = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in factors_t]
+        axes = [s.axes[i] for i in batch_l]
+        axes += [axis for i, axis in enumerate(s.axes) if i not in contract_l and i not in batch_l]
+        axes += [axis for j, axis in enumerate(t.axes) if j not in contract_r and j not in batch_r]
+        mask = s.mask if t.mask is None else t.mask if s.mask is None else s.mask & t.mask
+        return Term(
+            tuple(factors_s),
+            tuple(axes),
+            s.sizes | {table.get(x, x): n for x, n in t.sizes.items()},
+            places,
+            (*s.scale, *t.scale),
+            mask,
+            precision if precision is not None else s.precision,
+        ), factors_t
+
+    if len(a.terms) * len(b.terms) > 4:
+        raise UnsupportedError("a product of sums")
+    terms = []
+    for s in a.terms:
+        for t in b.terms:
+            product, extra = join(s, t)
+            # With a weight shared by all examples: into the factor that has its summed axis, for one factor less.
+            terms.append(
+                _contracted(product, extra) if any(held) else product.replace(factors=(*product.factors, *extra))
+            )
+    return Lazy(out.shape, out.dtype, tuple(terms))
+
+
+def _contracted(term: Term, extra: Sequence[Factor]) -> Term:
+    """Join each further factor with the one factor that shares its summed labels, where that makes it no larger."""
+    factors = list(term.factors)
+    for f in extra:
+        gone = set(f.labels) - set(term.out) - {k for p in term.places.values() for k in p.labels}
+        gone = {x for x in gone if term.sizes[x] != 1}
+        sharing = [i for i, g in enumerate(factors) if gone & set(g.labels)]
+        if len(sharing) == 1 and gone and not isinstance(factors[sharing[0]], Windows):
+            g = factors[sharing[0]]
+            only = {x for x in gone if x in g.labels}
+            labels = [x for x in dict.fromkeys((*g.labels, *f.labels)) if x not in only]
+            if math.prod(term.sizes[x] for x in labels) <= 4 * g.stored:
+                numbers = {x: i for i, x in enumerate(dict.fromkeys((*g.labels, *f.labels)))}
+                number = lambda given, numbers=numbers: [numbers[x] for x in given]
+                array = jnp.einsum(g.array, number(g.labels), f.array, number(f.labels), number(labels))
+                factors[sharing[0]] = Factor(array, tuple(labels), g.batched or f.batched)
+                continue
+        factors.append(f)
+    return term.replace(factors=tuple(factors))
+
+
+def _scatter_add(ev: Any, e: Any) -> Lazy:
+    target, indices, updates = e.invars
+    numbers = e.params["dimension_numbers"]
+    if numbers.operand_batching_dims:
+        raise UnsupportedError("a scatter with batch axes")
+    value, where = lazy(ev, updates), ev.array(indices)
+    given, shape = updates.aval.shape, target.aval.shape
+    windows = [d for d in range(len(shape)) if d not in numbers.inserted_window_dims]
+    window_axis = dict(zip(windows, numbers.update_window_dims, strict=True))
+    entry_axes = [d for d in range(len(given)) if d not in numbers.update_window_dims]
+    lead = tuple(given[d] for d in entry_axes if given[d] != 1)
+    mode, batched = str(e.params["mode"]).upper(), ev.is_batched(indices)
+
+    def put(t: Term) -> Term:
+        if any(len(axis) > 1 or any(x in t.places for x in axis) for axis in t.axes) or len(set(t.out)) < len(t.out):
+            raise UnsupportedError("a scatter of an indexed or merged axis")
+        entries = tuple(x for d in entry_axes for x in t.axes[d])
+        sizes, places, axes, alive = dict(t.sizes), dict(t.places), [], jnp.ones(lead, bool)
+        for d, n in enumerate(shape):
+            own = t.axes[window_axis[d]] if d in window_axis else ()
+            width = given[window_axis[d]] if d in window_axis else 1
+            if d not in numbers.scatter_dims_to_operand_dims:
+                if n != width:
+                    raise UnsupportedError("a scatter into a part of an axis")
+                axes.append(own)
+                continue
+            start = where[..., numbers.scatter_dims_to_operand_dims.index(d)].reshape(lead)
+            if "CLIP" not in mode:
+                alive = alive & (start >= 0) & (start <= n - width)
+            if n == 1:
+                axes.append(())
+                continue
+            start, out = jnp.clip(start, 0, n - width), new_label()
+            sizes[out] = n
+            index = start[..., None] + jnp.arange(width) if own else start
+            places[out] = Places(index, (*entries, *own), n, batched)
+            axes.append((out,))
+        t = t.replace(axes=tuple(axes), sizes=sizes, places=places)
+        if "CLIP" in mode or "PROMISE" in mode:
+            return t
+        return _absorbed(t, [Factor(alive, entries, batched)])
+
+    return lazy(ev, target).plus(value.map(put, shape), True)
+
+
+def one_place(e: Any) -> bool:
+    """Whether a scatter writes one window, so that no two updates meet."""
+    return math.prod(e.invars[1].aval.shape[:-1]) == 1
+
+
+def _scatter(ev: Any, e: Any) -> Lazy:
+    """Entries set to zero, as the gradient of what was overwritten: a product with a mask. Or a window in zeros."""
+    target, indices, updates = e.invars
+    if ev.is_zero(target) and (one_place(e) or e.params["unique_indices"]):
+        return _scatter_add(ev, e)
+    if not ev.is_zero(updates) or ev.is_batched(indices):
+        raise UnsupportedError("entries that are overwritten")
+    ones = jnp.ones(target.aval.shape, target.aval.dtype)
+    mask = whole(bind(e, [ones, ev.array(indices), ev.array(updates)])[0], False)
+    return lazy(ev, target).map(lambda t: _product(t, mask))
+
+
+def _update_slice(ev: Any, e: Any) -> Lazy:
+    target, update, *starts = e.invars
+    if not ev.is_zero(target):
+        raise UnsupportedError("an update of what is not zero")
+    shape = target.aval.shape
+    value = lazy(ev, update)
+    if not value.terms:
+        return Lazy(shape, value.dtype, ())
+    if not isinstance(ev.read(update), Lazy) and not ev.is_batched(update):
+        raise UnsupportedError("an update that all examples share")
+
+    def put(t: Term) -> Term:
+        for d, (n, width, start) in enumerate(zip(shape, update.aval.shape, starts, strict=True)):
+            if n == width:
+                continue
+            if isinstance(start, Literal):
+                t = placed(t, d, min(max(int(start.val), 0), n - width), n)
+                continue
+            labels = t.axes[d]
+            if len(labels) > 1 or (labels and labels[0] in t.places):
+                raise UnsupportedError("an update along a merged axis")
+            at = jnp.clip(ev.array(start), 0, n - width)
+            index = at + jnp.arange(width) if labels else at
+            out = new_label()
+            t = t.replace(
+                axes=(*t.axes[:d], (out,), *t.axes[d + 1 :]),
+                sizes=t.sizes | {out: n},
+                places={**t.places, out: Places(index, labels, n, ev.is_batched(start))},
+            )
+        return t
+
+    return value.map(put, shape)
+
+
+# By the name of the primitive.
+PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
+    "neg": _negative,
+    "add": _add,
+    "add_any": _add,
+    "sub": _add,
+    "mul": _multiply,
+    "div": _divide,
+    "select_n": _select,
+    "reduce_sum": _reduce_sum,
+    "square": _square,
+    "dot_general": _dot,
+    "scatter": _scatter,
+    "scatter-add": _scatter_add,
+    "scatter_add": _scatter_add,
+    "dynamic_update_slice": _update_slice,
+}
