@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import importlib
 import io
 import os
@@ -51,5 +52,17 @@ def test_the_site_builds_and_has_every_public_name(tmp_path: Path) -> None:
         page = (tmp_path / "api" / package / "index.html").read_text()
         if package == "torch_api":  # `compare` is the name of a module too, and documented beside its report
             page += (tmp_path / "api/testing/index.html").read_text().replace("torch_api.comparison.", "torch_api.")
-        for name in importlib.import_module(f"microtome.{package}").__all__:
-            assert f'id="microtome.{package}.{name}"' in page, f"{package}.{name}"
+        module = importlib.import_module(f"microtome.{package}")
+        for name in module.__all__:
+            _, heading, rest = page.partition(f'id="microtome.{package}.{name}"')
+            assert heading, f"{package}.{name}"
+            text = html.unescape(re.sub(r"<[^>]+>", "", re.split(r"<h2 id=", rest)[0]))
+            assert _first_words(getattr(module, name)) in re.sub(r"\W+", " ", text), (
+                f"{package}.{name} has no docstring"
+            )
+
+
+def _first_words(documented: object) -> str:
+    """The beginning of a docstring, without marks."""
+    line = re.sub(r":(?:func|class|meth|mod):", "", documented.__doc__ or "no docstring at all").strip().splitlines()[0]
+    return " ".join(re.findall(r"\w+", line)[:8])

@@ -77,6 +77,7 @@ def test_a_port_that_scans_over_stacked_layers_agrees() -> None:
     assert report.location.module == "blocks.0.ff.act"
 
 
+@pytest.mark.slow
 def test_every_kind_of_derivative() -> None:
     model, shape = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), jax.ShapeDtypeStruct
     params = [
