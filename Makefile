@@ -28,8 +28,8 @@ help:
 demo: $(STAMPS)/examples
 	$(BIN)/python examples/private_digits.py
 
-# These tests compile much and run little: without LLVM's optimisation of the machine code, which decides neither what
-# XLA fuses nor the memory that it plans, they take two thirds of the time. The sweeps run as a user's programs do.
+# These tests compile much and run little: they are faster without LLVM's optimisation of the machine code, which decides
+# neither what XLA fuses nor the memory that it plans. The sweeps run as a user's programs do.
 test: $(STAMPS)/test $(STAMPS)/examples
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
