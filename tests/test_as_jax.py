@@ -62,7 +62,7 @@ def _nested(fun: Any, x: torch.Tensor, order: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SMOOTH)
-@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("order", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_reverse_mode_of_any_order_is_that_of_torch(name: str, order: int) -> None:
     x = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
     fun = as_jax(SMOOTH[name])

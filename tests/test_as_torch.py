@@ -514,8 +514,8 @@ def test_different_transforms_of_one_function_are_different_programs() -> None:
     torch.testing.assert_close(as_torch(traced)(w, x), loss(w, x))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.complex128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["det", "slogdet", "logdet", "inv", "solve", "lu"])
 def test_factorisations_of_matrices_that_are_not_symmetric(name: str, dtype: torch.dtype, layout: str) -> None:
     functions = {

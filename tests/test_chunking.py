@@ -75,15 +75,14 @@ def test_weak_types_are_those_of_vmap(length):
     out_axes = dict.fromkeys(("weak", "number", "whole", "flag", "strong", "mixed"), 0) | {"shared": None}
     for x in (weak, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weak)):
         keys = jax.random.split(jax.random.key(0), length)
-        map_by = lambda vmap, x=x, keys=keys: jax.jit(
-            vmap(lambda a, key: fun(a, key, shared=x["shared"]), in_axes=0, out_axes=out_axes)
-        )(x["x"], keys)
+        map_by = lambda vmap, x=x, keys=keys: jax.eval_shape(
+            vmap(lambda a, key: fun(a, key, shared=x["shared"]), in_axes=0, out_axes=out_axes), x["x"], keys
+        )
         expected = map_by(jax.vmap)
         assert expected["weak"].weak_type == (x is weak)
         for chunk in (None, 1, 2, 3, 8, 11):
             actual = map_by(lambda fun, chunk=chunk, **axes: chunked_vmap(fun, chunk, **axes))
             assert weak_types(actual) == weak_types(expected)
-            assert (actual["weak"] + jnp.float16(1)).dtype == (expected["weak"] + jnp.float16(1)).dtype
 
 
 def loss_by(vmap):

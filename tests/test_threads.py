@@ -236,7 +236,7 @@ def _while_tracing(action: Callable[[], Any]) -> Iterator[list[Any]]:
 
     def fun(x: torch.Tensor) -> torch.Tensor:
         inside.set()
-        done.wait(5)
+        done.wait(2)
         return x * 2
 
     thread = threading.Thread(target=other)

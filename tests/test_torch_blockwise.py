@@ -75,6 +75,7 @@ def test_jacobian_equals_torch_func(dtype, mode, rows, size, checkpoint):
     assert_same(unflatten(flat(x)), x, exact=True)
 
 
+@pytest.mark.slow
 @FEW
 @given(dtype=st.sampled_from([torch.float32, torch.float64]), size=SIZES, checkpoint=st.booleans())
 def test_hessian_equals_torch_func(dtype, size, checkpoint):

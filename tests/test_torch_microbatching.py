@@ -712,7 +712,7 @@ MODELS = {
 }
 
 
-_SLOW_MODELS = ("gru", "attention", "cnn")
+_SLOW_MODELS = ("lstm", "gru", "attention", "cnn")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW_MODELS else n for n in MODELS])
