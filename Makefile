@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile -c constraints.txt
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 STAMPS := $(VENV)/.stamps
 
 # Fastest on two cores; `make test PYTEST_ARGS='-x --lf'` adds options.
@@ -71,8 +71,7 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # The build backend and torch come first, each as a step of its own: with torch settled, nothing that depends on it
-# can pull another build of it, and with the backend in place no step needs a build environment of its own. Nothing is
-# compiled to bytecode before it is imported: most modules of torch and transformers never are.
+# can pull another build of it, and with the backend in place no step needs a build environment of its own.
 $(STAMPS)/base: constraints.txt
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools

@@ -13,7 +13,7 @@ import pytest
 import zodiax
 from hypothesis import given, settings
 from jax.flatten_util import ravel_pytree
-from microbatching_cases import assert_same, data, weak_types
+from microbatching_cases import assert_same, data
 
 from microtome.jax_impl import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 

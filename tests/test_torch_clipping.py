@@ -134,10 +134,7 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("linear", "conv1d", "tied") else pytest.param(name, marks=pytest.mark.slow)
-        for name in MODELS
-    ],
+    [name if name in ("linear", "conv1d", "tied") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
 )
 def test_modules_take_the_factored_path(name):
     _, params, x, y, loss, factored = set_up(name)
