@@ -17,6 +17,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from .context import current_call
+from .versions import enable_x64
 
 # Ops with the arguments (self, dim, index, ...).
 _ALONG_ONE_AXIS = frozenset(
@@ -82,8 +83,6 @@ class Failures:
 
 
 def _lowered(index: jax.Array, *, size: int, least: int, line: str, failures: Failures | None) -> jax.Array:
-    bad = (index < least) | (index >= size)
-
     def fail(index: Any, bad: Any) -> Any:
         worst = np.asarray(index)[np.asarray(bad)][0]
         message = f"{line}: index {worst} is out of range for an axis of length {size}."
@@ -95,7 +94,9 @@ def _lowered(index: jax.Array, *, size: int, least: int, line: str, failures: Fa
     def call() -> jax.Array:
         return jax.pure_callback(fail, jax.ShapeDtypeStruct((), index.dtype), index, bad)
 
-    return index + jax.lax.cond(bad.any(), call, lambda: jnp.zeros((), index.dtype))
+    with enable_x64():  # the index may be 64-bit in a program that JAX lowers in its 32-bit mode
+        bad = (index < least) | (index >= size)
+        return index + jax.lax.cond(bad.any(), call, lambda: jnp.zeros((), index.dtype))
 
 
 check_index_p = jex.Primitive("check_index")

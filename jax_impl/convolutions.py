@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from .lazy import Lazy
 from .networks import Factor, Label, Term, UnsupportedError, Windows, dense, new_label, whole
 from .rules import RULES
@@ -57,9 +59,8 @@ def _convolution(ev: Any, e: Any) -> Any:
         tuple(positions),
         (False,) * spatial,
     )
-    cotangent = Factor(
-        rhs.reshape(count, rhs.shape[0] // count, *rhs.shape[1:]), (group, feature, channel, *position_labels), True
-    )
+    features_last = jnp.moveaxis(rhs.reshape(count, rhs.shape[0] // count, *rhs.shape[1:]), 1, -1)
+    cotangent = Factor(features_last, (group, channel, *position_labels, feature), True)
     axes: list[tuple[Label, ...]] = [()] * (2 + spatial)
     axes[numbers.out_spec[0]] = (row,)
     axes[numbers.out_spec[1]] = (group, feature)

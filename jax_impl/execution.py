@@ -16,7 +16,7 @@ from .arguments import Batch, Function
 from .factored import Explanation, Factored
 from .fitting import Output, bind, match
 from .partition import Plan
-from .trees import PyTree, flatten_with_names, outlined, structure, varying_axes, with_weak_type
+from .trees import PyTree, flatten_with_names, outlined, stand_in, structure, varying_axes, with_weak_type
 
 VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
 
@@ -25,7 +25,7 @@ class Traced:
     """A function of flat arrays, traced once and callable any number of times."""
 
     def __init__(self, fun: Function, inputs: Sequence[Any]) -> None:
-        self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*inputs)
+        self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*map(stand_in, inputs))
         self.treedef = structure(self.output)
 
     def __call__(self, *inputs: Any) -> PyTree:

@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal
 
 from . import convolutions  # noqa: F401  (its rule)
-from .inlining import batched_variables, bind, inline, pruned, scan_flags
+from .inlining import batched_variables, bind, evaluate, inline, own_width, pruned, scan_flags
 from .lazy import Lazy, Squares
 from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole
 from .rules import ACCEPTS, RULES, adds, loop_sums
@@ -134,8 +134,9 @@ class _Evaluator:
         """The outputs: arrays, or :class:`Lazy` where wanted and possible."""
         self.env.update(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.closed.consts, *args], strict=True))
         for e in self.jaxpr.eqns:
-            self._note(e)
-            self.env.update(zip(e.outvars, self._outputs(e), strict=True))
+            with own_width(e):
+                self._note(e)
+                self.env.update(zip(e.outvars, self._outputs(e), strict=True))
         return [self.read(v) for v in self.jaxpr.outvars]
 
     def read(self, v: Any) -> Any:
@@ -237,10 +238,9 @@ class _Evaluator:
         starts = [jnp.zeros(collected[i][1].aval.shape, collected[i][1].aval.dtype) for i in dense_sums]
         carried = [len(kept) + i for i in dense_sums]
         emitted = _Emitted.of(program, len(kept), dense_sums, n_consts, n_consts + len(kept))
-        call = jaxpr_as_fun(program.closed)
 
         def step(state: Any, x: Any) -> Any:
-            outs = call(*values[:n_consts], *state[0], *x)
+            outs = evaluate(program.closed, *values[:n_consts], *state[0], *x)
             added = [a + outs[program.offsets[i]] for a, i in zip(state[1], carried, strict=True)]
             return (outs[: len(kept)], added), [outs[i] for i in emitted.places]
 
@@ -386,7 +386,7 @@ def rewrite(closed: ClosedJaxpr, batched: Sequence[bool], wanted: Sequence[bool]
             paths.append(path)
         return flat
 
-    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+    inputs = [jax.core.ShapedArray(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
     return Rewritten(jax.make_jaxpr(run)(*inputs), pieces, paths)
 
 
@@ -558,9 +558,8 @@ class Factored:
 
     def __call__(self, consts: Sequence[Any], *leaves: Any) -> list[Any]:
         """The outputs for a microbatch, the examples on axis 0."""
-        call = jaxpr_as_fun(self.program.closed)
         out_axes = self.out_axes
-        mapped = jax.vmap(lambda *x: call(*consts, *x), self.axes, out_axes)(*leaves)
+        mapped = jax.vmap(lambda *x: evaluate(self.program.closed, *consts, *x), self.axes, out_axes)(*leaves)
         rows = leaves[0].shape[self.axes[0]]
         outs: list[Any] = []
         groups = zip(self.program.groups(mapped), self.program.groups(out_axes), strict=True)

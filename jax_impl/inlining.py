@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+_WIDE = frozenset(np.dtype(name) for name in ("int64", "uint64", "float64", "complex128"))
 
 # Primitives of other packages that stand for a program: name -> function of the operands and parameters.
 CALLS: dict[str, Callable[..., Sequence[Any]]] = {}
@@ -40,7 +44,7 @@ def inline(closed: ClosedJaxpr, consts_first: bool = False) -> ClosedJaxpr:
         return _run(jaxpr, consts, args)
 
     variables = [*jaxpr.constvars, *jaxpr.invars] if consts_first else jaxpr.invars
-    flat = pruned(jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables)))
+    flat = pruned(jax.make_jaxpr(run)(*(jax.core.ShapedArray(v.aval.shape, v.aval.dtype) for v in variables)))
     # What was written out may call in its turn.
     return inline(flat) if any(e.primitive.name in (*_BODY, *CALLS) for e in flat.jaxpr.eqns) else flat
 
@@ -84,9 +88,33 @@ def bind(equation: Any, values: Sequence[Any]) -> list[Any]:
     """The outputs of an equation for these operands."""
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # newer releases have no functions apart
-    with equation.ctx.manager:
+    with equation.ctx.manager, own_width(equation):
         outs = equation.primitive.bind(*functions, *values, **params)
     return list(outs) if equation.primitive.multiple_results else [outs]
+
+
+def evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    """The outputs of an inlined program, which may hold types that JAX's own mode would narrow."""
+    return _run(closed.jaxpr, closed.consts, args)
+
+
+def own_width(equation: Any) -> contextlib.AbstractContextManager[Any]:
+    """Where an equation keeps its 64-bit types: a traced torch function has them whatever the mode of JAX is."""
+    return jax.enable_x64(True) if _is_wide(equation) else contextlib.nullcontext()
+
+
+def _is_wide(equation: Any) -> bool:
+    own = (v.aval for v in (*equation.invars, *equation.outvars) if hasattr(v, "aval"))
+    if any(getattr(aval, "dtype", None) in _WIDE for aval in own):
+        return True
+    return any(_is_wide(inner) for jaxpr in _bodies(equation) for inner in jaxpr.eqns)
+
+
+def _bodies(equation: Any) -> Iterator[Any]:
+    for param in equation.params.values():
+        for value in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(value, (ClosedJaxpr, Jaxpr)):
+                yield getattr(value, "jaxpr", value)
 
 
 def pruned(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -78,26 +78,29 @@ class Windows(Factor):
         padding = [(0, 0, 0)] * (self.array.ndim - len(self.taps)) + list(self.padding)
         return jax.lax.pad(self.array, jnp.zeros((), self.array.dtype), padding)
 
-    def at_tap(self, padded: Any, tap: Sequence[Any]) -> Factor:
-        """The factor at a tap, whose place may be traced."""
-        lead = padded.ndim - len(self.taps)
-        count = zip(tap, self.taps, self.flipped, strict=True)
-        start = [(n - 1 - k if flip else k) * s for (k, n, flip), s in zip(count, self.stride, strict=True)]
+    def at_taps(self, padded: Any, tap: Sequence[Any]) -> Factor:
+        """The factor at a tap of the first spatial axes, whose place may be traced, with all taps of the other axes."""
+        spatial, outer = len(self.taps), len(tap)
+        lead = padded.ndim - spatial
         extent = [(n - 1) * d + 1 for n, d in zip(self.positions, self.dilation, strict=True)]
-        place = [jnp.asarray(k, jnp.int32) for k in [0] * lead + start]
-        cut = jax.lax.dynamic_slice(padded, place, [*padded.shape[:lead], *extent])
-        if any(d > 1 for d in self.dilation):
-            cut = jax.lax.slice(cut, [0] * cut.ndim, cut.shape, [1] * lead + list(self.dilation))
-        return Factor(cut, (*self.labels[:lead], *self.labels[lead + len(self.taps) :]), self.batched)
+        start = [self._start(axis, k) for axis, k in enumerate(tap)]
+        place = [jnp.asarray(k, jnp.int32) for k in (*[0] * lead, *start, *[0] * (spatial - outer))]
+        sizes = (*padded.shape[:lead], *extent[:outer], *padded.shape[lead + outer :])
+        rows = jax.lax.dynamic_slice(padded, place, sizes)
+        cuts = []
+        for rest in itertools.product(*map(range, self.taps[outer:])):
+            first = [0] * (lead + outer) + [self._start(outer + i, k) for i, k in enumerate(rest)]
+            last = [*padded.shape[:lead], *(k + n for k, n in zip(first[lead:], extent, strict=True))]
+            cuts.append(jax.lax.slice(rows, first, last, (*[1] * lead, *self.dilation)))
+        array = jnp.stack(cuts, lead).reshape(*padded.shape[:lead], *self.taps[outer:], *self.positions)
+        return Factor(array, (*self.labels[:lead], *self.labels[lead + outer :]), self.batched)
+
+    def _start(self, axis: int, tap: Any) -> Any:
+        return (self.taps[axis] - 1 - tap if self.flipped[axis] else tap) * self.stride[axis]
 
     def expanded(self) -> Factor:
         """The windows as an array."""
-        padded = self.padded
-        cuts = [self.at_tap(padded, tap).array for tap in itertools.product(*map(range, self.taps))]
-        lead = self.array.ndim - len(self.taps)
-        stacked = jnp.stack(cuts, lead)
-        shape = (*self.array.shape[:lead], *self.taps, *self.positions)
-        return Factor(stacked.reshape(shape), self.labels, self.batched)
+        return self.at_taps(self.padded, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +219,8 @@ def _path(
     shapes = [tuple(sizes[x] for x in g) + (_EXAMPLES,) * flag for g, flag in zip(groups, batched, strict=True)]
     if len(shapes) < 2:
         return [(0,)] * len(shapes), float(math.prod(sizes[x] for g in groups for x in g))
-    optimize = "optimal" if len(shapes) < 7 else "greedy"
+    # "optimal" misses the cheapest order where a label is shared by more than two factors, as that of the examples is.
+    optimize = "branch-all" if len(shapes) < 7 else "greedy"
     path, info = opt_einsum.contract_path(f"{','.join(names)}->{target}", *shapes, shapes=True, optimize=optimize)
     return path, float(info.opt_cost) / (_EXAMPLES if any(batched) else 1)
 
@@ -242,10 +246,10 @@ def _entry(f: Factor, at: dict[Label, Any]) -> Factor:
     return f
 
 
-def _cut_at_taps(term: Term, taps: dict[Label, int]) -> Callable[[Sequence[Any]], Term]:
-    """For a place in each of some axes of the result, by their labels: the term there."""
-    axes = tuple(() if axis and axis[0] in taps else axis for axis in term.axes)
-    inside = [isinstance(f, Windows) and taps.keys() >= set(f.tap_labels) for f in term.factors]
+def _cut_at_taps(term: Term, taps: dict[Label, int], order: Sequence[int]) -> Callable[[Sequence[Any]], Term]:
+    """For a place in each of some axes of the result, by their labels: the term there, its axes in the order."""
+    axes = tuple(() if axis and axis[0] in taps else axis for axis in (term.axes[i] for i in order))
+    inside = [isinstance(f, Windows) and f.tap_labels[: len(taps)] == tuple(taps) for f in term.factors]
     # Others may have the taps' axes too: what a kernel is multiplied by before it is used.
     factors = [
         f.expanded() if isinstance(f, Windows) and not window and set(f.labels) & taps.keys() else f
@@ -255,52 +259,73 @@ def _cut_at_taps(term: Term, taps: dict[Label, int]) -> Callable[[Sequence[Any]]
 
     def cut(f: Factor, array: Any, window: bool, tap: Sequence[Any]) -> Factor:
         if window and isinstance(f, Windows):
-            return f.at_tap(array, [tap[taps[k]] for k in f.tap_labels])
+            return f.at_taps(array, [tap[i] for i in taps.values()])
         return _entry(f, {label: tap[i] for label, i in taps.items()})
 
     def at(tap: Sequence[Any]) -> Term:
-        triples = zip(factors, padded, inside, strict=True)
+        # The windows last: einsum has the last of two factors on the left, where XLA needs no other layout of it.
+        triples = sorted(zip(factors, padded, inside, strict=True), key=lambda triple: triple[-1])
         return term.replace(factors=tuple(cut(*triple, tap) for triple in triples), axes=axes)
 
     return at
 
 
-def _over_taps(terms: Sequence[Term], compute: Callable[..., Any]) -> Any:
+def _looped(term: Term, window: Windows) -> int:
+    """How many spatial axes to loop over, from the first.
+
+    The windows of the others are no larger than the one factor that they are multiplied with, which is read less often
+    then: that matters where there are few channels. With more factors, products of some of them would be larger.
+    """
+    looped, others = len(window.taps), [f for f in term.factors if f is not window]
+    size = math.prod(window.array.shape[: window.array.ndim - looped]) * math.prod(window.positions)
+    while looped and len(others) == 1 and size * window.taps[looped - 1] <= others[0].stored:
+        looped -= 1
+        size *= window.taps[looped]
+    return looped
+
+
+def _over_taps(terms: Sequence[Term], compute: Callable[..., Any]) -> tuple[Any, list[int]] | None:
     """What ``compute`` makes of terms of one shape at each tap of a convolution window, ``[taps, ...]``; None without.
 
-    One tap after another, in a loop: at no time do all the shifted copies of the input exist.
+    Some axes of the window one tap after another, in a loop: at no time do all the shifted copies of the input exist.
+    With it comes the order of the terms' axes in what is computed: the taps are first, those of the loop of length 1.
     """
     found = [(t, f) for t in terms for f in t.factors if isinstance(f, Windows)]
     if not found or any(found[0][0].axes.count((k,)) != 1 for k in found[0][1].tap_labels):
         return None
     window, cuts = found[0][1], []
-    where = [found[0][0].axes.index((k,)) for k in window.tap_labels]
+    looped = _looped(terms[0], window) if len(terms) == 1 else len(window.taps)
+    first = [found[0][0].axes.index((k,)) for k in window.tap_labels]
+    # Else XLA makes the windows anew with the taps as their last axis, which takes longer than the product.
+    order = [*first, *(axis for axis in range(len(found[0][0].axes)) if axis not in first)]
+    where = first[:looped]
     for t in terms:
         taps = {label: i for i, axis in enumerate(where) for label in t.axes[axis]}
         placed = {k for p in t.places.values() for k in p.labels} | t.places.keys()
         if any(len(t.axes[axis]) > 1 for axis in where) or any(k in placed or t.out.count(k) > 1 for k in taps):
             return None
-        cuts.append(_cut_at_taps(t, taps))
+        cuts.append(_cut_at_taps(t, taps, order))
+
+    counts = window.taps[:looped]
 
     def at(number: Any) -> Any:
-        tap = jnp.unravel_index(number, window.taps) if not isinstance(number, int) else (0,) * len(window.taps)
+        tap = [number // math.prod(counts[axis + 1 :]) % n for axis, n in enumerate(counts)]
         return compute(*(cut(tap) for cut in cuts))
 
-    count = math.prod(window.taps)
-    return at(0)[None] if count == 1 else jax.lax.map(at, jnp.arange(count, dtype=jnp.int32))
+    count = math.prod(counts)
+    parts = at(0)[None] if count == 1 else jax.lax.map(at, jnp.arange(count, dtype=jnp.int32))
+    return parts.reshape(*counts, *parts.shape[1:]), order
 
 
 def dense(term: Term, dtype: Any) -> Any:
     """The term as an array."""
     shape = tuple(math.prod(term.sizes[x] for x in axis) for axis in term.axes)
-    parts = _over_taps([term], lambda part: dense(part, dtype))
-    if parts is not None:
-        window = next(f for f in term.factors if isinstance(f, Windows))
-        # [taps, rest] -> the taps' axes in their places
-        parts = parts.reshape((*window.taps, *parts.shape[1:]))
-        lead = [term.axes.index((k,)) for k in window.tap_labels]
-        parts = parts.squeeze(tuple(len(lead) + i for i in lead))
-        return jnp.moveaxis(parts, range(len(lead)), lead)
+    found = _over_taps([term], lambda part: dense(part, dtype))
+    if found is not None:
+        parts, order = found
+        looped = parts.ndim - len(order)
+        parts = parts.squeeze(tuple(range(looped, 2 * looped)))
+        return parts.transpose([order.index(axis) for axis in range(len(order))])
     spread = [x for x in term.out if x in term.places]
     plain = [x for x in term.out if x not in term.places]
     entries = list(dict.fromkeys(k for x in spread for k in term.places[x].labels))
@@ -385,9 +410,9 @@ def _meetings(left: Any, right: Any) -> Any:
 def inner(a: Term, b: Term, dtype: Any) -> Any:
     """The inner product of two terms of one shape; None where it is zero whatever the factors hold."""
     zero = jnp.zeros((), dtype)
-    parts = _over_taps([a, b], lambda s, t: zero if (value := inner(s, t, dtype)) is None else value)
-    if parts is not None:
-        return jnp.sum(parts)
+    found = _over_taps([a, b], lambda s, t: zero if (value := inner(s, t, dtype)) is None else value)
+    if found is not None:
+        return jnp.sum(found[0])
     a, b = matched(a, b.fresh(), [(i, i) for i in range(len(a.axes))])
     sizes = a.sizes | b.sizes
     table: dict[Label, Label] = {}
@@ -455,9 +480,9 @@ def taken(f: Factor, label: Label, places: Places) -> Factor:
 
 def self_inner(term: Term, dtype: Any) -> Any:
     """The squared norm of a term: by Gram matrices or from the array itself, whichever multiplies less."""
-    parts = _over_taps([term], lambda part: self_inner(part, dtype))
-    if parts is not None:
-        return jnp.sum(parts)
+    found = _over_taps([term], lambda part: self_inner(part, dtype))
+    if found is not None:
+        return jnp.sum(found[0])
     injective = all(p.static for p in term.places.values())
     entries = [k for x in term.out for k in (term.places[x].labels if x in term.places else (x,))]
     if injective and len(set(entries)) == len(entries):

@@ -72,6 +72,18 @@ def with_weak_type(x: jax.Array, like: Any) -> jax.Array:
     return result
 
 
+def stand_in(x: Any) -> Any:
+    """What to trace with in place of an array: 64-bit types keep their width in JAX's 32-bit mode too.
+
+    There, JAX narrows those of a ``ShapeDtypeStruct``, though arrays may have them, as labels do that come from torch.
+    """
+    if not isinstance(x, jax.ShapeDtypeStruct) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        return jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+    return x
+
+
 def varying_axes(aval: Any) -> frozenset[Any]:
     """The mesh axes of ``jax.shard_map`` over which a value of this type differs."""
     # Some releases name it `vma`.

@@ -84,6 +84,14 @@ def convolution_2d_strided_and_dilated(p, x):
     return total(_conv(h, p["b"], 2, rhs_dilation=(1, 2)))
 
 
+@case({"a": normal(8, 1, 5, 4), "b": normal(26, 1, 5, 5), "c": normal(9, 2, 3, 4)}, normal(ROWS, 1, 5, 5), "a b c")
+def convolution_of_few_channels(p, x):
+    """The taps of a row of the kernel are taken together, or all of them."""
+    h = _conv(x, p["a"], 2, window_strides=(3, 3)), _conv(x, p["b"], 2, window_strides=(3, 3))
+    twice = jnp.concatenate([x, x[:, :, ::-1]], 1)
+    return sum(map(total, h)) + total(_conv(twice, p["c"], 2, rhs_dilation=(2, 1), padding="VALID"))
+
+
 @case({"a": normal(8, 6, 2, 3, 2)}, normal(ROWS, 6, 3, 3, 3), "a")
 def convolution_3d(p, x):
     return total(_conv(x, p["a"], 3))

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from microtome import jax_impl, torch_api
 from microtome.bridge import as_jax, as_torch, to_jax, to_torch
 from microtome.bridge.versions import enable_x64
 
@@ -302,3 +303,39 @@ def test_what_torch_cannot_show_is_refused_with_the_way_out() -> None:
         as_torch(as_jax(torch.Tensor.mul_))(torch.ones(2), 2)
     with pytest.raises(TypeError, match=r"airy_ai.* no lowering is known for it\. Use other torch ops"):
         as_torch(as_jax(torch.special.airy_ai))(torch.ones(2))
+
+
+def _labels(p: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(x @ p["w"] + p["b"], y, reduction="sum") + (p["e"][y] ** 2).sum()
+
+
+_WITH_LABELS: dict[str, Callable[..., Any]] = {
+    "grad": jax.grad,
+    "micro_grad": lambda f: jax_impl.micro_grad(f, batch_argnums=(1, 2), microbatch_size=2),
+    "micro_grad by examples": lambda f: jax_impl.micro_grad(
+        f, batch_argnums=(1, 2), microbatch_size=2, transform_fn=lambda g: jax.tree.map(jnp.tanh, g)
+    ),
+    "clipped_grad": lambda f: jax_impl.clipped_grad(f, l2_clip_norm=0.5, batch_argnums=(1, 2), microbatch_size=2),
+    "microbatch": lambda f: jax_impl.microbatch(f, argnums=(1, 2), microbatch_size=2),
+    "chunked_vmap": lambda f: lambda p, x, y: jax_impl.chunked_vmap(f, 3, (None, 0, 0))(p, x[:, None], y[:, None]),
+    "hessian": lambda f: lambda p, x, y: jax_impl.hessian(lambda p: f(p, x, y), p, 4)[0],
+    "hvp": lambda f: lambda p, x, y: jax_impl.hvp(lambda p: f(p, x, y), p)(p),
+    "scan": lambda f: (
+        lambda p, x, y: jax_impl.checkpoint_chunked_scan(
+            lambda c, xy: (c + f(p, xy[0][None], xy[1][None]), xy[0]), jnp.zeros(()), (x, y), chunk_size=2
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _WITH_LABELS)
+def test_labels_of_torch_stay_64_bit_in_every_transform_whatever_the_mode_of_jax(name: str) -> None:
+    torch.manual_seed(0)
+    params = {"w": torch.randn(5, 3), "b": torch.randn(3), "e": torch.randn(3, 2)}
+    p, x, y = to_jax(params), to_jax(torch.randn(4, 5)), to_jax(torch.tensor([2, 0, 1, 2]))
+    assert y.dtype == jnp.int64
+    assert not jax.config.jax_enable_x64
+    fun = _WITH_LABELS[name](torch_api.as_jax(_labels))
+    got, narrow = fun(p, x, y), fun(p, x, jnp.array([2, 0, 1, 2], jnp.int32))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, narrow)
+    assert [a.dtype for a in jax.tree.leaves(got)] == [b.dtype for b in jax.tree.leaves(narrow)]

@@ -307,16 +307,37 @@ def test_special_values_give_what_they_give_in_torch(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dimensions", [2, 3])
 def test_max_pool_names_the_element_that_torch_names(dimensions: int) -> None:
-    """At ties, at NaN, and where a window holds nothing but -inf (a mask)."""
+    """At ties, at NaN, and where a window holds nothing but -inf (a mask); its gradient goes there.
+
+    Windows that overlap, tile the axes, leave elements out or reach beyond the end, small and large ones.
+    """
     pool = (F.max_pool2d, F.max_pool3d)[dimensions - 2]
     x = _randn(2, 3, *(9, 8, 5)[:dimensions]).mul(2).round()
     x[..., :2] = -math.inf
     x.flatten()[3::17] = math.nan
-    for options in ({"stride": 1}, {"padding": 1}, {"dilation": 2, "padding": 1}, {"ceil_mode": True, "stride": 3}):
-        values, indices = as_torch(as_jax(lambda t, o=options: pool(t, 2, return_indices=True, **o)))(x)
-        expected = pool(x, 2, return_indices=True, **options)
+    large = (6, 7, 3)[:dimensions]  # more places than are compared one by one
+    for kernel, options in [
+        (2, {}),
+        (2, {"stride": 1}),
+        (2, {"stride": 3}),
+        (2, {"padding": 1}),
+        (2, {"padding": 1, "ceil_mode": True}),
+        (2, {"dilation": 2, "padding": 1}),
+        (2, {"dilation": 2, "stride": 2}),
+        (2, {"ceil_mode": True, "stride": 3}),
+        ((3, 2, 1)[:dimensions], {"stride": (2, 3, 1)[:dimensions]}),
+        ((2, 3, 1)[:dimensions], {"padding": (1, 1, 0)[:dimensions]}),
+        (large, {}),
+        (large, {"stride": 2, "padding": 1}),
+    ]:
+        fun = lambda t, kernel=kernel, options=options: pool(t, kernel, return_indices=True, **options)
+        ours, plain = (x.clone().requires_grad_() for _ in range(2))
+        (values, indices), expected = as_torch(as_jax(fun))(ours), fun(plain)
         assert torch.equal(indices, expected[1])
         torch.testing.assert_close(values, expected[0], equal_nan=True)
+        g = _randn(*values.shape)
+        gradients = [torch.autograd.grad(v, t, g)[0] for v, t in ((values, ours), (expected[0], plain))]
+        torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import Array
 
@@ -32,6 +33,74 @@ def _each(value: Any, n: int) -> list[int]:
     return values * n if len(values) == 1 else values
 
 
+class _Windows:
+    """Where the windows of a pooling lie along its spatial axes, the last of ``x``."""
+
+    def __init__(self, x: Array, out: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any) -> None:
+        n = len(out)
+        self.sizes, self.out, self.lead = x.shape[-n:], tuple(out), x.ndim - n
+        self.kernel, self.padding, self.dilation = _each(kernel, n), _each(padding, n), _each(dilation, n)
+        self.stride = _each(stride, n) if stride else self.kernel
+        axes = zip(self.out, self.stride, self.kernel, self.dilation, strict=True)
+        ends = [(o - 1) * s + (k - 1) * d + 1 for o, s, k, d in axes]
+        pads = zip(ends, self.padding, self.sizes, strict=True)
+        self.pads = [(p, max(e - p - size, 0)) for e, p, size in pads]
+
+    @property
+    def taps(self) -> list[tuple[int, ...]]:
+        """The places in a window, in torch's order, as the offset of each axis from the window's start."""
+        axes = zip(self.kernel, self.dilation, strict=True)
+        return list(itertools.product(*(range(0, k * d, d) for k, d in axes)))
+
+    def inside(self, tap: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The flat index of the element there, for each window, and whether there is one."""
+        places = np.indices(self.out)
+        flat, exists = np.zeros(self.out, int), np.ones(self.out, bool)
+        for axis, (offset, size) in enumerate(zip(tap, self.sizes, strict=True)):
+            place = places[axis] * self.stride[axis] + (offset - self.padding[axis])
+            flat, exists = flat * size + place, exists & (place >= 0) & (place < size)
+        return flat, exists
+
+    def read(self, padded: Array, tap: tuple[int, ...]) -> Array:
+        """The element there, for each window."""
+        stop = [t + (o - 1) * s + 1 for t, o, s in zip(tap, self.out, self.stride, strict=True)]
+        lead = padded.shape[: self.lead]
+        return jax.lax.slice(padded, [*[0] * self.lead, *tap], [*lead, *stop], [*[1] * self.lead, *self.stride])
+
+    def spread(self, g: Array, tap: tuple[int, ...]) -> Array:
+        """The transpose of ``read``, without the padding."""
+        places = zip(tap, self.padding, self.out, self.stride, self.sizes, strict=True)
+        low = [(t - p, size - (t - p + (o - 1) * s + 1), s - 1) for t, p, o, s, size in places]
+        return jax.lax.pad(g, jnp.zeros((), g.dtype), [*[(0, 0, 0)] * self.lead, *low])
+
+    @property
+    def tile(self) -> bool:
+        """Whether each window begins where the one before it ends."""
+        return self.stride == self.kernel and set(self.dilation) == {1}
+
+    def tiled(self, g: Array, indices: Array) -> Array:
+        """The cotangents at the elements that the indices name, where windows tile the axes."""
+        lengths = [o * k for o, k in zip(self.out, self.kernel, strict=True)]
+        flat = jnp.zeros(lengths, indices.dtype)
+        for axis, (size, padding) in enumerate(zip(self.sizes, self.padding, strict=True)):
+            flat = flat * size + (jax.lax.broadcasted_iota(flat.dtype, flat.shape, axis) - padding)
+        whole = jnp.where(self._repeated(indices) == flat, self._repeated(g), jnp.zeros((), g.dtype))
+        edges = zip(self.padding, self.sizes, lengths, strict=True)
+        low_and_high = [(-p, size - (length - p), 0) for p, size, length in edges]
+        return jax.lax.pad(whole, jnp.zeros((), g.dtype), [*[(0, 0, 0)] * self.lead, *low_and_high])
+
+    def _repeated(self, a: Array) -> Array:
+        """Each window's entry at all places of the window."""
+        lead, pairs = a.shape[: self.lead], list(zip(self.out, self.kernel, strict=True))
+        kept = [n for o, _ in pairs for n in (o, 1)]
+        a = jnp.broadcast_to(a.reshape(*lead, *kept), (*lead, *(n for pair in pairs for n in pair)))
+        return a.reshape(*lead, *(o * k for o, k in pairs))
+
+
+# With more places in a window, a loop of XLA's is quicker than as many comparisons written out.
+_MOST_TAPS = 32
+
+
 @lowering("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices", results=True)
 def max_pool(
     x: Array,
@@ -43,37 +112,55 @@ def max_pool(
     *,
     results: Any,
 ) -> tuple[Array, Array]:
-    """torchax names an element outside of the window where all of it is -inf, and another than NaN where one is."""
-    n = len(kernel)
-    out, sizes = results[0].shape[-n:], x.shape[-n:]
-    kernel, padding, dilation = _each(kernel, n), _each(padding, n), _each(dilation, n)
-    stride = _each(stride, n) if stride else kernel
-    ends = [(o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(out, stride, kernel, dilation, strict=True)]
-    pads = [(p, max(e - p - size, 0)) for e, p, size in zip(ends, padding, sizes, strict=True)]
-    lead = x.ndim - n
-    flat = jnp.broadcast_to(jnp.arange(math.prod(sizes)).reshape(sizes), x.shape)
+    """torchax names an element outside of the window where all of it is -inf, and another than NaN where one is.
+
+    Torch names the first of those that are equal, and the last of several NaN.
+    """
+    windows = _Windows(x, results[0].shape[-len(kernel) :], kernel, stride, padding, dilation)
+    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    lowest = jnp.asarray(lowest, x.dtype)
+    if math.prod(windows.kernel) > _MOST_TAPS:
+        return _max_pool_in_a_loop(x, windows, lowest)
+    # As torch's kernel does it. XLA's reduce_window, of pairs, takes several times as long on CPU.
+    padded = jax.lax.pad(x, lowest, [*[(0, 0, 0)] * windows.lead, *((low, high, 0) for low, high in windows.pads)])
+    shape = (*x.shape[: windows.lead], *windows.out)
+    index, best = jnp.full(shape, -1, int), jnp.full(shape, lowest)
+    found = np.zeros(windows.out, bool)
+    for tap in windows.taps:
+        value, (flat, exists) = windows.read(padded, tap), windows.inside(tap)
+        wins = (value > best) | (value != value)
+        if not found.all():
+            wins = wins | ~found
+        if not exists.all():
+            wins = wins & exists
+        found = found | exists
+        index, best = jnp.where(wins, flat, index), jnp.where(wins, value, best)
+    return best, index
+
+
+def _max_pool_in_a_loop(x: Array, windows: _Windows, lowest: Array) -> tuple[Array, Array]:
+    flat = jnp.broadcast_to(jnp.arange(math.prod(windows.sizes)).reshape(windows.sizes), x.shape)
 
     def best(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
         (i, a), (j, b) = one, other
-        # The first of those that are equal, the last of several NaN; -1 is no element.
+        # In any order; -1 is no element.
         is_better = jnp.where((a != a) & (b != b), j > i, (b != b) | (b > a) | ((b == a) & (j < i)))
         wins = ((j >= 0) & is_better) | (i < 0)
         return jnp.where(wins, j, i), jnp.where(wins, b, a)
 
-    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-    ones, none = (1,) * lead, ((0, 0),) * lead
+    ones, none = (1,) * windows.lead, ((0, 0),) * windows.lead
     index, _ = jax.lax.reduce_window(
         (flat, jax.lax.stop_gradient(x)),
-        (jnp.full((), -1, flat.dtype), jnp.asarray(lowest, x.dtype)),
+        (jnp.full((), -1, flat.dtype), lowest),
         best,
-        (*ones, *kernel),
-        (*ones, *stride),
-        (*none, *pads),
-        window_dilation=(*ones, *dilation),
+        (*ones, *windows.kernel),
+        (*ones, *windows.stride),
+        (*none, *windows.pads),
+        window_dilation=(*ones, *windows.dilation),
     )
-    index = index[(..., *(slice(o) for o in out))]
-    rows = x.reshape(*x.shape[:lead], -1)
-    values = jnp.take_along_axis(rows, index.reshape(*x.shape[:lead], -1), -1)
+    index = index[(..., *(slice(o) for o in windows.out))]
+    rows = x.reshape(*x.shape[: windows.lead], -1)
+    values = jnp.take_along_axis(rows, index.reshape(*x.shape[: windows.lead], -1), -1)
     return values.reshape(index.shape), index
 
 
@@ -81,7 +168,16 @@ def max_pool(
 def max_pool_backward(
     g: Array, x: Array, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Array
 ) -> Array:
-    return _scatter_to_maxima(g, x, indices, len(kernel))
+    windows = _Windows(x, g.shape[-len(kernel) :], kernel, stride, padding, dilation)
+    if math.prod(windows.kernel) > _MOST_TAPS:
+        return _scatter_to_maxima(g, x, indices, len(kernel))
+    if windows.tile:
+        return windows.tiled(g, indices)
+    total = jnp.zeros(x.shape, g.dtype)
+    for tap in windows.taps:
+        chosen = indices == windows.inside(tap)[0]
+        total = total + windows.spread(jnp.where(chosen, g, jnp.zeros((), g.dtype)), tap)
+    return total
 
 
 @lowering("aten.adaptive_max_pool2d_backward")
