@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
+from . import binding
 from .accumulation import AccumulationType, AccumulatorTree, WeightedMean
 from .arguments import Batch, Function
 from .factored import Explanation, Factored
@@ -35,7 +36,7 @@ class Traced:
 
 def _call(closed: ClosedJaxpr, *inputs: Any) -> list[jax.Array]:
     """The jaxpr's outputs; a constant among them comes out as a Python number otherwise."""
-    outs = zip(jaxpr_as_fun(closed)(*inputs), closed.out_avals, strict=True)
+    outs = zip(binding.run(closed, *inputs), closed.out_avals, strict=True)
     arrays = [(x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype), aval) for x, aval in outs]
     return [with_weak_type(x, aval) for x, aval in arrays]
 

@@ -26,7 +26,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from . import convolutions  # noqa: F401  (its rule)
-from .inlining import batched_variables, bind, evaluate, inline, own_width, pruned, scan_flags
+from .binding import bind, own_width
+from .inlining import batched_variables, evaluate, inline, pruned, scan_flags
 from .lazy import Lazy, Squares
 from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole
 from .rules import ACCEPTS, RULES, adds, loop_sums

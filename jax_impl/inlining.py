@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
-_WIDE = frozenset(np.dtype(name) for name in ("int64", "uint64", "float64", "complex128"))
+from .binding import bind
 
 # Primitives of other packages that stand for a program: name -> function of the operands and parameters.
 CALLS: dict[str, Callable[..., Sequence[Any]]] = {}
@@ -84,37 +82,9 @@ def _is_square(equation: Any) -> bool:
     return not jnp.shape(operands[1].val) and bool(operands[1].val == 2)
 
 
-def bind(equation: Any, values: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation for these operands."""
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)  # newer releases have no functions apart
-    with equation.ctx.manager, own_width(equation):
-        outs = equation.primitive.bind(*functions, *values, **params)
-    return list(outs) if equation.primitive.multiple_results else [outs]
-
-
 def evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """The outputs of an inlined program, which may hold types that JAX's own mode would narrow."""
     return _run(closed.jaxpr, closed.consts, args)
-
-
-def own_width(equation: Any) -> contextlib.AbstractContextManager[Any]:
-    """Where an equation keeps its 64-bit types: a traced torch function has them whatever the mode of JAX is."""
-    return jax.enable_x64(True) if _is_wide(equation) else contextlib.nullcontext()
-
-
-def _is_wide(equation: Any) -> bool:
-    own = (v.aval for v in (*equation.invars, *equation.outvars) if hasattr(v, "aval"))
-    if any(getattr(aval, "dtype", None) in _WIDE for aval in own):
-        return True
-    return any(_is_wide(inner) for jaxpr in _bodies(equation) for inner in jaxpr.eqns)
-
-
-def _bodies(equation: Any) -> Iterator[Any]:
-    for param in equation.params.values():
-        for value in param if isinstance(param, (tuple, list)) else (param,):
-            if isinstance(value, (ClosedJaxpr, Jaxpr)):
-                yield getattr(value, "jaxpr", value)
 
 
 def pruned(closed: ClosedJaxpr) -> ClosedJaxpr:

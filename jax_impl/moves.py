@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .inlining import bind
+from .binding import bind
 from .lazy import Lazy, lazy
 from .networks import Factor, Label, Places, Term, UnsupportedError, Windows, contiguous, new_label, split_label
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from .inlining import bind
+from .binding import bind
 from .lazy import Lazy, Squares, lazy
 from .moves import placed
 from .networks import (

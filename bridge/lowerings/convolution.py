@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...jax_impl.binding import channels_last
 from ._registry import lowering
 
 
@@ -37,9 +38,8 @@ def convolution(
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         pads = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
         stride, dilated = dilated, stride
-    out = jax.lax.conv_general_dilated(
-        x, weight, stride, pads, lhs_dilation=dilated, rhs_dilation=dilation, feature_group_count=groups
-    )
+    options: dict[str, Any] = {"lhs_dilation": dilated, "rhs_dilation": dilation, "feature_group_count": groups}
+    out = channels_last(lambda x, w: jax.lax.conv_general_dilated(x, w, stride, pads, **options))(x, weight)
     return out if bias is None else out + bias.reshape(-1, *[1] * spatial)
 
 
@@ -67,7 +67,6 @@ def convolution_backward(
     def apply(x: Array, weight: Array) -> Array:
         return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
 
-    _, pull = jax.vjp(apply, x, weight)
-    gx, gw = pull(g)
+    gx, gw = channels_last(lambda x, weight, g: jax.vjp(apply, x, weight)[1](g))(x, weight, g)
     bias = g.sum(axis=(0, *range(2, g.ndim))) if mask[2] else None
     return gx if mask[0] else None, gw if mask[1] else None, bias
