@@ -13,6 +13,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from .arguments import Function
+from .binding import channels_last
 from .execution import Traced, as_varying
 from .slices import write
 from .trees import PyTree, as_array, flatten, flatten_with_names, positive, structure, with_weak_type
@@ -346,9 +347,9 @@ class Layout:
         """So many rows or columns, from the function that was linearised."""
         units = jnp.asarray(start + jnp.arange(size)[:, None] == jnp.arange(self.count), self.unit_dtype)
         if self.kind == "reverse":
-            values = jax.vmap(lambda unit: linear(unit)[0])(units.reshape(size, *self.outputs))
+            values = jax.vmap(channels_last(lambda unit: linear(unit)[0]))(units.reshape(size, *self.outputs))
         else:
-            values = jax.vmap(linear, out_axes=-1 if self.axis else 0)(units).astype(self.dtype)
+            values = jax.vmap(channels_last(linear), out_axes=-1 if self.axis else 0)(units).astype(self.dtype)
         return with_weak_type(values, self)
 
     def places(self) -> Iterator[tuple[slice, int]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from microbatching_cases import data
 
-from microtome.jax_impl import chunked_vmap, clipped_grad, micro_grad, microbatch
+from microtome.jax_impl import chunked_vmap, clipped_grad, hessian, jacobian, micro_grad, microbatch
 from microtome.jax_impl.binding import channels_last
 from microtome.torch_api import as_jax
 
@@ -75,6 +75,10 @@ TRANSFORMS = {
     "clipped_grad": lambda f: clipped_grad(f, l2_clip_norm=1.0, microbatch_size=2).fun,
     "microbatch": lambda f: microbatch(jax.grad(f), argnums=1, microbatch_size=2),
     "chunked_vmap": lambda f: lambda w, x: chunked_vmap(lambda x: f(w, x[None]), 2)(x),
+    "jacobian": lambda f: (
+        lambda w, x: jacobian(lambda b: jax.vmap(lambda x: f(w | {"b": b}, x[None]))(x), w["b"], 27)[0]
+    ),
+    "hessian": lambda f: lambda w, x: hessian(lambda a: f(w | {"a": a}, x), w["a"], 27)[0],
 }
 
 
