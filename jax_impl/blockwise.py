@@ -30,6 +30,7 @@ def jacobian(
     checkpoint: bool = False,
     *,
     batch_size: int | None = None,
+    max_bytes: int | None = None,
     mode: str = "auto",
     out: np.ndarray | None = None,
     progress: bool = False,
@@ -52,7 +53,7 @@ def jacobian(
 
     Outside a ``jax.jit`` of your own every call traces and compiles anew, as with ``jax.jacobian`` under ``jit``.
 
-    After ``zodiax.jacobian``; ``batch_size``, ``mode``, ``out`` and ``progress`` are added.
+    After ``zodiax.jacobian``; ``batch_size``, ``max_bytes``, ``mode``, ``out`` and ``progress`` are added.
 
     Shapes: ``x`` is a pytree of n real numbers in all, ``f(x)`` one array ``[...]``, real or complex; the Jacobian is
     ``[..., n]``, in the dtype that ``ravel_pytree`` gives ``x`` (that of ``f(x)``, where this is complex).
@@ -64,6 +65,8 @@ def jacobian(
         jit: Compile. False runs what is outside the loop operation by operation, which takes longer.
         checkpoint: Keep nothing of ``f`` but x, and compute it again for each block.
         batch_size: The columns (or rows) of a block, in place of ``nbatches``.
+        max_bytes: The memory of a block and its intermediate values, in place of ``nbatches``: blocks are as large as
+            it allows, beside the linearisation and the result. To find out, programs for a few sizes are compiled.
         mode: ``"forward"`` (columns), ``"reverse"`` (rows) or ``"auto"``.
         out: A NumPy array or memmap of the Jacobian's shape and dtype, to be filled and returned. Only one block is on
             the device then. If an error interrupts the work, a note on it says how much was written.
@@ -74,10 +77,10 @@ def jacobian(
 
     Raises:
         TypeError: ``f`` returns no single array of floats, ``x`` holds complex numbers, no floats or no numbers,
-            ``out`` is no NumPy array of the right dtype, an option of a wrong type.
-        ValueError: A size that is not positive, ``nbatches`` larger than n, ``nbatches`` and ``batch_size`` together,
-            an unknown ``mode``, ``out`` of the wrong shape, not writeable, or whose elements
-            share memory.
+            ``out`` is no NumPy array of the right dtype, an option of a wrong type, ``max_bytes`` under ``jax.jit``.
+        ValueError: A size that is not positive, ``nbatches`` larger than n, several of ``nbatches``, ``batch_size`` and
+            ``max_bytes``, a ``max_bytes`` too small for one column (or row), an unknown ``mode``, ``out`` of the wrong
+            shape, not writeable, or whose elements share memory.
         ImportError: ``progress`` without tqdm.
 
     Example:
@@ -88,7 +91,7 @@ def jacobian(
         Array([[9., 0., 6.],
                [0., 9., 6.]], dtype=float32)
     """
-    matrix = jacobian_matrix(f, x, checkpoint, mode, nbatches, batch_size)
+    matrix = jacobian_matrix(f, x, checkpoint, mode, nbatches, batch_size, max_bytes)
     return matrix.compute(jit, out, progress), matrix.unflatten
 
 
@@ -100,6 +103,7 @@ def hessian(
     checkpoint: bool = False,
     *,
     batch_size: int | None = None,
+    max_bytes: int | None = None,
     out: np.ndarray | None = None,
     progress: bool = False,
 ) -> tuple[Any, Unflatten]:
@@ -124,8 +128,8 @@ def hessian(
     * Columns are written as rows, since a Hessian is symmetric; this one is up to rounding, as that of
       ``jax.hessian``.
 
-    After ``zodiax.hessian``; ``batch_size``, ``out`` and ``progress`` are added. The other arguments, the errors and
-    compilation are as in :func:`jacobian`.
+    After ``zodiax.hessian``; ``batch_size``, ``max_bytes``, ``out`` and ``progress`` are added. The other arguments,
+    the errors and compilation are as in :func:`jacobian`.
 
     Shapes: ``x`` is a pytree of n real numbers in all, ``f(x)`` a real number of shape ``()``; the Hessian is
     ``[n, n]`` in the dtype that ``ravel_pytree`` gives ``x``.
@@ -137,6 +141,7 @@ def hessian(
         jit: Compile.
         checkpoint: Keep nothing of ``f`` but x, and compute it again for each block.
         batch_size: The columns of a block, in place of ``nbatches``.
+        max_bytes: The memory of a block and its intermediate values, in place of ``nbatches``.
         out: A NumPy array or memmap ``[n, n]``, to be filled and returned.
         progress: Show a bar.
 
@@ -154,7 +159,7 @@ def hessian(
         Array([[3., 3.],
                [3., 3.]], dtype=float32)
     """
-    matrix = hessian_matrix(f, x, checkpoint, nbatches, batch_size)
+    matrix = hessian_matrix(f, x, checkpoint, nbatches, batch_size, max_bytes)
     return matrix.compute(jit, out, progress), matrix.unflatten
 
 
@@ -166,6 +171,7 @@ def jacobian_blocks(
     checkpoint: bool = False,
     *,
     batch_size: int | None = None,
+    max_bytes: int | None = None,
     mode: str = "forward",
     progress: bool = False,
 ) -> Iterator[tuple[slice, jax.Array]]:
@@ -191,7 +197,8 @@ def jacobian_blocks(
     """
     if mode == "auto":
         raise ValueError("mode must be 'forward' (blocks of columns) or 'reverse' (blocks of rows), got 'auto'.")
-    return jacobian_matrix(f, x, checkpoint, mode, nbatches, batch_size).blocks(jit, progress_bar(progress))
+    matrix = jacobian_matrix(f, x, checkpoint, mode, nbatches, batch_size, max_bytes)
+    return matrix.blocks(jit, progress_bar(progress))
 
 
 def hessian_blocks(
@@ -202,6 +209,7 @@ def hessian_blocks(
     checkpoint: bool = False,
     *,
     batch_size: int | None = None,
+    max_bytes: int | None = None,
     progress: bool = False,
 ) -> Iterator[tuple[slice, jax.Array]]:
     """The blocks of a Hessian one after another, for what needs only a part of it, or a function of the parts.
@@ -220,7 +228,7 @@ def hessian_blocks(
         >>> sum(float(abs(rows).sum()) for _, rows in hessian_blocks(lambda x: jnp.sum(x**3), jnp.ones(3), nbatches=3))
         18.0
     """
-    return hessian_matrix(f, x, checkpoint, nbatches, batch_size).blocks(jit, progress_bar(progress))
+    return hessian_matrix(f, x, checkpoint, nbatches, batch_size, max_bytes).blocks(jit, progress_bar(progress))
 
 
 def hvp(f: Function, x: PyTree, jit: bool = True, checkpoint: bool = False) -> Callable[[PyTree], Any]:
@@ -411,6 +419,21 @@ class Matrix:
         result, _ = jax.lax.scan(lambda result, start: (step(result, start), None), empty, starts)
         return with_weak_type(result.reshape(layout.result_shape), layout)
 
+    def within(self, max_bytes: int | None) -> Matrix:
+        """The same in the largest blocks that take no more memory; ``None`` changes nothing."""
+        if max_bytes is None or not self.layout.count:
+            return self
+        if isinstance(self.x, jax.core.Tracer):
+            raise TypeError("max_bytes is found out by compiling, outside of jax.jit. Pass batch_size there.")
+        linear = jax.eval_shape(self.linearise, self.x)
+
+        def used(size: int) -> int:
+            block = jax.jit(lambda linear, start: self.layout.block(linear, start, size))
+            return block_bytes(block.lower(linear, jax.ShapeDtypeStruct((), jnp.int32)).compile())
+
+        size = largest_block(used, self.layout.count, max_bytes)
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, size=size))
+
     def blocks(self, jit: bool, bar: Bar) -> Iterator[tuple[slice, jax.Array]]:
         """The blocks, from Python."""
         layout, compiled = self.layout, _compiler(jit)
@@ -438,6 +461,23 @@ class Matrix:
         return self.layout.fill(out, ((place, np.asarray(block)) for place, block in self.blocks(jit, bar)))
 
 
+def block_bytes(program: Any) -> int:
+    """The memory that a compiled program takes beside its arguments."""
+    memory = program.memory_analysis()
+    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+
+
+def largest_block(used: Callable[[int], int], count: int, max_bytes: int) -> int:
+    """The most rows of ``count``, to a first guess, for which ``used(rows)`` is no more than so many bytes."""
+    one = used(1)
+    if one > max_bytes:
+        raise ValueError(f"max_bytes={max_bytes} is too little: a block of one takes {one} bytes. Pass at least that.")
+    size = min(max_bytes // max(one, 1), count)
+    while size > 1 and (taken := used(size)) > max_bytes:
+        size = max(min(size * max_bytes // taken, size - 1), 1)
+    return max(size, 1)
+
+
 def check_array(out: Any) -> None:
     """Raise an error unless ``out`` is an array of NumPy's that can be written to."""
     if not isinstance(out, np.ndarray):
@@ -459,7 +499,9 @@ def check_no_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int
         reach += stride * (length - 1)
 
 
-def hessian_matrix(f: Function, x: PyTree, checkpoint: bool, nbatches: int, batch_size: int | None) -> Matrix:
+def hessian_matrix(
+    f: Function, x: PyTree, checkpoint: bool, nbatches: int, batch_size: int | None, max_bytes: int | None = None
+) -> Matrix:
     """The Hessian, to be computed; arguments are checked."""
     fun, output, vector, unflatten = _flat(f, x, checkpoint)
     if output.shape or not jnp.issubdtype(output.dtype, jnp.floating):
@@ -468,13 +510,20 @@ def hessian_matrix(f: Function, x: PyTree, checkpoint: bool, nbatches: int, batc
             "Reduce it, for instance by a sum."
         )
     n = len(vector)
-    layout = Layout("hessian", n, (), vector.dtype, vector.dtype, _size(n, n, nbatches, batch_size), vector.weak_type)
+    size = _size(n, n, nbatches, batch_size, max_bytes)
+    layout = Layout("hessian", n, (), vector.dtype, vector.dtype, size, vector.weak_type)
     # As in jax.hessian: for the same products, XLA plans up to a fifth less memory than around jax.grad.
-    return Matrix(vector, unflatten, lambda v: jax.linearize(jax.jacrev(fun), v)[1], layout)
+    return Matrix(vector, unflatten, lambda v: jax.linearize(jax.jacrev(fun), v)[1], layout).within(max_bytes)
 
 
 def jacobian_matrix(
-    f: Function, x: PyTree, checkpoint: bool, mode: str, nbatches: int, batch_size: int | None
+    f: Function,
+    x: PyTree,
+    checkpoint: bool,
+    mode: str,
+    nbatches: int,
+    batch_size: int | None,
+    max_bytes: int | None = None,
 ) -> Matrix:
     """The Jacobian, to be computed; arguments are checked."""
     if mode not in ("auto", "forward", "reverse"):
@@ -488,13 +537,13 @@ def jacobian_matrix(
     n, m = len(vector), math.prod(output.shape)
     reverse = mode == "reverse" or (mode == "auto" and m < n and not is_complex)
     # What nbatches may be does not depend on what "auto" decides.
-    size = _size(m if reverse else n, m if mode == "reverse" else n, nbatches, batch_size)
+    size = _size(m if reverse else n, m if mode == "reverse" else n, nbatches, batch_size, max_bytes)
     dtype, weak = (output.dtype, False) if is_complex else (vector.dtype, vector.weak_type)
     if reverse:
         layout = Layout("reverse", n, output.shape, dtype, output.dtype, size, weak)
-        return Matrix(vector, unflatten, lambda v: jax.vjp(fun, v)[1], layout)
+        return Matrix(vector, unflatten, lambda v: jax.vjp(fun, v)[1], layout).within(max_bytes)
     layout = Layout("forward", n, output.shape, dtype, vector.dtype, size, weak)
-    return Matrix(vector, unflatten, lambda v: jax.linearize(fun, v)[1], layout)
+    return Matrix(vector, unflatten, lambda v: jax.linearize(fun, v)[1], layout).within(max_bytes)
 
 
 def _flat(f: Function, x: PyTree, checkpoint: bool) -> tuple[Function, Any, jax.Array, Unflatten]:
@@ -527,18 +576,30 @@ def _flat(f: Function, x: PyTree, checkpoint: bool) -> tuple[Function, Any, jax.
     return jax.checkpoint(fun) if checkpoint else fun, traced.output, vector, unflatten
 
 
-def _size(count: int, most: int, nbatches: int, batch_size: int | None) -> int:
+def _size(count: int, most: int, nbatches: int, batch_size: int | None, max_bytes: int | None) -> int:
     """The rows or columns of a block, of which there are ``count``; ``most`` is what ``nbatches`` may be at most."""
-    nbatches = positive("nbatches", nbatches)
+    nbatches = check_one_size(nbatches, batch_size, max_bytes)
+    if max_bytes is not None:
+        return 1
     if batch_size is not None:
-        if nbatches != 1:
-            raise ValueError(f"pass either nbatches or batch_size, got nbatches={nbatches}, batch_size={batch_size}.")
         return min(positive("batch_size", batch_size, "or None"), max(count, 1))
     if nbatches > max(most, 1):
         raise ValueError(
             f"nbatches={nbatches} is more than the {most} rows or columns there are. Choose at most {max(most, 1)}."
         )
     return max(-(-count // nbatches), 1)
+
+
+def check_one_size(nbatches: int, batch_size: int | None, max_bytes: int | None) -> int:
+    """``nbatches``, or an error where more than one option sets the size of a block."""
+    nbatches = positive("nbatches", nbatches)
+    options = {"nbatches": None if nbatches == 1 else nbatches, "batch_size": batch_size, "max_bytes": max_bytes}
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"pass one of nbatches, batch_size and max_bytes, got {', '.join(given)}.")
+    if max_bytes is not None:
+        positive("max_bytes", max_bytes, "or None")
+    return nbatches
 
 
 def _compiler(jit: bool) -> Callable[[Function], Function]:

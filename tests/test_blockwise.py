@@ -16,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 from microbatching_cases import assert_same, data
 
 from microtome.jax_impl import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
+from microtome.jax_impl.blockwise import hessian_matrix, jacobian_matrix
 
 FEW = settings(derandomize=True, deadline=None, max_examples=6, database=None)
 LENGTHS = st.sampled_from([0, 1, 5, 6])
@@ -273,6 +274,35 @@ def pairwise_energy(p):
     return jnp.sum(jnp.sqrt(squares + jnp.eye(len(points))))
 
 
+@pytest.mark.parametrize("derivative", [hessian_matrix, jacobian_matrix])
+def test_blocks_are_the_largest_that_fit_the_bytes(derivative):
+    options = (1, None) if derivative is hessian_matrix else ("forward", 1, None)
+    make = lambda **size: derivative(network, parameters(), False, *options, **size)
+
+    def used(size):
+        layout, linear = make().layout, make().linearise(make().x)
+        program = jax.jit(lambda linear, start: layout.block(linear, start, size)).lower(linear, jnp.int32(0)).compile()
+        return program.memory_analysis().temp_size_in_bytes + program.memory_analysis().output_size_in_bytes
+
+    one = used(1)
+    for limit in (one, 10 * one, 10**9):
+        matrix = make(max_bytes=limit)
+        size = matrix.layout.size
+        assert used(size) <= limit
+        assert size == matrix.layout.count or used(2 * size + 1) > limit
+        assert_same(matrix.compute(True, None, False), make().compute(True, None, False))
+    assert make(max_bytes=10 * one).layout.size > 4
+
+
+def test_blocks_by_bytes():
+    whole, pieces = hessian(loss, X)[0], list(hessian_blocks(loss, X, max_bytes=10**6))
+    assert_same(hessian(loss, X, max_bytes=10**6)[0], whole)
+    assert_same(jnp.concatenate([rows for _, rows in pieces]), whole)
+    assert_same(jacobian(loss, X, max_bytes=10**6)[0], jacobian(loss, X)[0])
+    assert sum(rows.size for _, rows in jacobian_blocks(loss, X, max_bytes=10**6)) == 5
+    assert jacobian(lambda x: x[:0], jnp.ones(3), max_bytes=1, mode="reverse")[0].shape == (0, 3)
+
+
 NUMBERS = (1, 2, 3, 4, 8, 16)
 
 
@@ -439,8 +469,12 @@ BOTH = {
                    lambda d: d(loss, X, batch_size=-1)),
     "too many": (ValueError, "nbatches=6 is more than the 5 rows or columns there are. Choose at most 5",
                  lambda d: d(loss, X, 6)),
-    "both": (ValueError, "pass either nbatches or batch_size, got nbatches=2, batch_size=3",
+    "both": (ValueError, "pass one of nbatches, batch_size and max_bytes, got nbatches=2, batch_size=3",
              lambda d: d(loss, X, 2, batch_size=3)),
+    "both, bytes": (ValueError, "pass one of nbatches, batch_size and max_bytes, got batch_size=3, max_bytes=99",
+                    lambda d: d(loss, X, batch_size=3, max_bytes=99)),
+    "bytes": (ValueError, "max_bytes must be a positive int or None, got 0", lambda d: d(loss, X, max_bytes=0)),
+    "few bytes": (ValueError, "max_bytes=1 is too little: a block of one takes", lambda d: d(loss, X, max_bytes=1)),
     "no callable": (TypeError, "f must be callable, got 3", lambda d: d(3, X)),
     "complex": (TypeError, "x['w'] is complex64, but coordinates are real. Make its real and imaginary part two leaves",
                 lambda d: d(loss, {"w": np.ones(2, np.complex64), "b": np.ones(1)})),
@@ -471,6 +505,8 @@ OWN = {
     "complex rows": (TypeError, "f returns complex64, whose rows have no reverse mode",
                      lambda: jacobian(lambda x: 1j * x["w"], X, mode="reverse")),
     "blocks": (ValueError, "nbatches=9 is more than the 5", lambda: hessian_blocks(loss, X, 9)),
+    "bytes under jit": (TypeError, "max_bytes is found out by compiling, outside of jax.jit. Pass batch_size there.",
+                        lambda: jax.jit(lambda x: hessian(loss, x, max_bytes=10**6)[0])(X)),
     "under jit": (TypeError, "out and progress need the values of x, which jax.jit traces",
                   lambda: jax.jit(lambda x: hessian(loss, x, out=out_of((5, 5)))[0])(X)),
     "H": (ValueError, "H must have shape (5, 5) for the 5 numbers of x, got (4, 4)",

@@ -125,6 +125,25 @@ def test_blocks():
     assert_same(rows, J.reshape(9, 7))
 
 
+def test_blocks_by_bytes():
+    """A size in bytes gives the blocks that fit, as the plan of their program says."""
+    scale = torch.tensor(2.0, requires_grad=True)
+    fun = lambda x: scalar(x) * scale
+    blocks = list(mt.hessian_blocks(fun, tree(), max_bytes=1200))
+    assert len(blocks) >= 4
+    assert_same(torch.cat([rows for _, rows in blocks]), 2 * H)
+    matrix, _ = mt.hessian(fun, tree(), max_bytes=10**6)
+    assert_same(matrix, 2 * H)
+    assert torch.autograd.grad(matrix.sum(), scale)[0].allclose(H.sum(), rtol=1e-4)
+    assert_same(mt.jacobian(outer, tree(), max_bytes=10**6)[0], J)
+    with pytest.raises(ValueError, match=r"max_bytes=1 is too little: a block of one takes \d+ bytes"):
+        mt.hessian(scalar, tree(), max_bytes=1)
+    with pytest.raises(ValueError, match="pass one of nbatches, batch_size and max_bytes"):
+        mt.jacobian(outer, tree(), 2, max_bytes=10**6)
+    with pytest.raises(TypeError, match="max_bytes is found out by compiling"):
+        torch.func.grad(lambda x: mt.hessian(scalar, x, max_bytes=10**6)[0].sum())(tree())
+
+
 def test_hvp():
     multiply, v = mt.hvp(scalar, tree()), data(7, seed=2)
     unflatten = mt.hessian(scalar, tree())[1]
@@ -251,7 +270,8 @@ ERRORS = {
                   lambda: mt.hessian(outer, X)),
     "too many": (ValueError, "nbatches=9 is more than the 7 rows or columns", lambda: mt.hessian(scalar, X, 9)),
     "zero": (ValueError, "nbatches must be a positive int, got 0", lambda: mt.jacobian(outer, X, 0)),
-    "both": (ValueError, "pass either nbatches or batch_size", lambda: mt.hessian_blocks(scalar, X, 2, batch_size=2)),
+    "both": (ValueError, "pass one of nbatches, batch_size and max_bytes",
+             lambda: mt.hessian_blocks(scalar, X, 2, batch_size=2)),
     "mode": (ValueError, "mode must be 'auto'", lambda: mt.jacobian(outer, X, mode="x")),
     "complex": (TypeError, "x['a'][0] is complex64, but coordinates are real",
                 lambda: mt.hessian(scalar, {"b": data(3), "a": [data(2, 2) * 1j]})),

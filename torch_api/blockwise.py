@@ -21,11 +21,14 @@ from ..bridge.values import torch_dtype
 from ..jax_impl.blockwise import (
     Layout,
     Matrix,
+    block_bytes,
     check_array,
     check_no_overlap,
+    check_one_size,
     coordinates,
     hessian_matrix,
     jacobian_matrix,
+    largest_block,
     progress_bar,
 )
 from .rows import Fun, numbers_to_tensors
@@ -41,6 +44,7 @@ def jacobian(
     checkpoint: bool = False,
     *,
     batch_size: int | None = None,
+    max_bytes: int | None = None,
     mode: str = "auto",
     out: Out | None = None,
     progress: bool = False,
@@ -55,7 +59,7 @@ def jacobian(
     Part of autograd: where ``x`` or a captured tensor requires grad, so does the result, and ``backward()`` works. With
     ``out`` or ``progress`` it does not. Random draws in ``f`` (dropout) are the same for all columns.
 
-    After ``zodiax.jacobian``; ``batch_size``, ``mode``, ``out`` and ``progress`` are added.
+    After ``zodiax.jacobian``; ``batch_size``, ``max_bytes``, ``mode``, ``out`` and ``progress`` are added.
 
     Args:
         f: a function of ``x`` that returns one tensor ``[...]``.
@@ -65,6 +69,8 @@ def jacobian(
         jit: has no effect: torch functions are always compiled.
         checkpoint: keep nothing of ``f`` but x, and compute it again for each block.
         batch_size: the columns (or rows) of a block, in place of ``nbatches``.
+        max_bytes: the memory of a block and its intermediate values, in place of ``nbatches``: blocks are as large as
+            it allows, beside the linearisation and the result. To find out, programs for a few sizes are compiled.
         mode: ``"forward"`` (columns), ``"reverse"`` (rows), or ``"auto"``: rows where there are fewer outputs than
             inputs.
         out: a tensor, NumPy array or memmap ``[..., n]`` of the dtype of the result, on the CPU (pinned or not) or on
@@ -78,11 +84,12 @@ def jacobian(
 
     Raises:
         TypeError: ``f`` returns no single tensor of floats, ``x`` holds complex numbers or no floats, ``out`` of a
-            wrong kind or dtype, ``out`` or ``progress`` inside ``torch.func`` or a traced function, an option of a
-            wrong type.
-        ValueError: a size that is not positive, ``nbatches`` larger than n, ``nbatches`` and ``batch_size`` together,
-            an unknown ``mode``, ``out`` of a wrong shape or device, one that requires grad, is sparse, or expanded, or
-            an inference tensor outside of inference mode.
+            wrong kind or dtype, ``out``, ``progress`` or ``max_bytes`` inside ``torch.func`` or a traced function, an
+            option of a wrong type.
+        ValueError: a size that is not positive, ``nbatches`` larger than n, several of ``nbatches``, ``batch_size`` and
+            ``max_bytes``, a ``max_bytes`` too small for one column (or row), an unknown ``mode``, ``out`` of a wrong
+            shape or device, one that requires grad, is sparse, or expanded, or an inference tensor outside of inference
+            mode.
         ImportError: ``progress`` without tqdm.
 
     >>> import torch
@@ -93,8 +100,8 @@ def jacobian(
             [0., 9., 6.]])
     """
     x, fun = numbers_to_tensors(x), _function(f)
-    matrix = lambda x: jacobian_matrix(fun, x, checkpoint, mode, nbatches, batch_size)
-    return _compute(matrix, x, out, progress), _unflatten(x)
+    make = lambda *sizes: lambda x: jacobian_matrix(fun, x, checkpoint, mode, *sizes)
+    return _compute(_sized(make, x, nbatches, batch_size, max_bytes), x, out, progress), _unflatten(x)
 
 
 def hessian(
@@ -105,6 +112,7 @@ def hessian(
     checkpoint: bool = False,
     *,
     batch_size: int | None = None,
+    max_bytes: int | None = None,
     out: Out | None = None,
     progress: bool = False,
 ) -> tuple[Any, Fun]:
@@ -116,8 +124,8 @@ def hessian(
     by one linearisation of the gradient, in one compiled program; with ``out`` the result is never on the device as a
     whole. It works where torch's own second derivative fails, as in fused attention.
 
-    After ``zodiax.hessian``; ``batch_size``, ``out`` and ``progress`` are added. The other arguments, autograd and the
-    errors are as in :func:`jacobian`.
+    After ``zodiax.hessian``; ``batch_size``, ``max_bytes``, ``out`` and ``progress`` are added. The other arguments,
+    autograd and the errors are as in :func:`jacobian`.
 
     Args:
         f: a function of ``x`` that returns a real tensor ``[]``.
@@ -126,6 +134,7 @@ def hessian(
         jit: has no effect: torch functions are always compiled.
         checkpoint: keep nothing of ``f`` but x, and compute it again for each block.
         batch_size: the columns of a block, in place of ``nbatches``.
+        max_bytes: the memory of a block and its intermediate values, in place of ``nbatches``.
         out: a tensor, NumPy array or memmap ``[n, n]``, to be filled block by block and returned.
         progress: show a bar.
 
@@ -142,8 +151,8 @@ def hessian(
             [3., 3.]])
     """
     x, fun = numbers_to_tensors(x), _function(f)
-    matrix = lambda x: hessian_matrix(fun, x, checkpoint, nbatches, batch_size)
-    return _compute(matrix, x, out, progress), _unflatten(x)
+    make = lambda *sizes: lambda x: hessian_matrix(fun, x, checkpoint, *sizes)
+    return _compute(_sized(make, x, nbatches, batch_size, max_bytes), x, out, progress), _unflatten(x)
 
 
 def jacobian_blocks(
@@ -154,6 +163,7 @@ def jacobian_blocks(
     checkpoint: bool = False,
     *,
     batch_size: int | None = None,
+    max_bytes: int | None = None,
     mode: str = "forward",
     progress: bool = False,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -175,9 +185,9 @@ def jacobian_blocks(
     """
     if mode == "auto":
         raise ValueError("mode must be 'forward' (blocks of columns) or 'reverse' (blocks of rows), got 'auto'.")
-    fun = _function(f)
-    matrix = lambda x: jacobian_matrix(fun, x, checkpoint, mode, nbatches, batch_size)
-    return _blocks(matrix, numbers_to_tensors(x), progress)[1]
+    x, fun = numbers_to_tensors(x), _function(f)
+    make = lambda *sizes: lambda x: jacobian_matrix(fun, x, checkpoint, mode, *sizes)
+    return _blocks(_sized(make, x, nbatches, batch_size, max_bytes), x, progress)[1]
 
 
 def hessian_blocks(
@@ -188,6 +198,7 @@ def hessian_blocks(
     checkpoint: bool = False,
     *,
     batch_size: int | None = None,
+    max_bytes: int | None = None,
     progress: bool = False,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """The blocks of a Hessian one after another.
@@ -202,9 +213,9 @@ def hessian_blocks(
     >>> sum(float(rows.sum()) for _, rows in mt.hessian_blocks(lambda x: (x**3).sum(), torch.ones(3), nbatches=3))
     18.0
     """
-    fun = _function(f)
-    matrix = lambda x: hessian_matrix(fun, x, checkpoint, nbatches, batch_size)
-    return _blocks(matrix, numbers_to_tensors(x), progress)[1]
+    x, fun = numbers_to_tensors(x), _function(f)
+    make = lambda *sizes: lambda x: hessian_matrix(fun, x, checkpoint, *sizes)
+    return _blocks(_sized(make, x, nbatches, batch_size, max_bytes), x, progress)[1]
 
 
 def hvp(f: Fun, x: Any, jit: bool = True, checkpoint: bool = False) -> Callable[[Any], Any]:
@@ -284,6 +295,28 @@ def _function(f: Fun) -> Fun:
     if not is_traced(traced):
         return traced
     return lambda x: traced(Rows(x, jnp.zeros((), jnp.int32)))
+
+
+def _sized(
+    make: Callable[..., Callable[[Any], Matrix]], x: Any, nbatches: int, batch_size: int | None, max_bytes: int | None
+) -> Callable[[Any], Matrix]:
+    """The matrix, in blocks of the size that was asked for."""
+    if max_bytes is None:
+        return make(nbatches, batch_size)
+    if is_transformed(()):
+        raise TypeError(
+            "max_bytes is found out by compiling, outside of torch.func and traced functions. Pass batch_size there."
+        )
+    check_one_size(nbatches, batch_size, max_bytes)
+    linear, layout = _linearise(make(1, 1), x, None)
+    start = torch.tensor(0, device=_device(x))
+
+    def used(size: int) -> int:
+        block: Any = as_torch(lambda linear, start: layout.block(linear, start, size))
+        with torch.no_grad():
+            return block_bytes(block.compiled(linear, start))
+
+    return make(1, largest_block(used, layout.count, max_bytes)) if layout.count else make(1, 1)
 
 
 def _compute(matrix: Callable[[Any], Matrix], x: Any, out: Out | None, progress: bool) -> Any:
