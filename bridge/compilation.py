@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -291,11 +293,22 @@ def _avals(tensors: Sequence[torch.Tensor], device: torch.device) -> list[Any]:
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The order of the axes in memory that a program has to be compiled for; None for the usual one."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
+    if tensor.layout is not torch.strided or _has_usual_strides(tensor):
         return None
     array: Any = tensor_to_array(tensor)
     order = tuple(array.format.layout.major_to_minor)
     return None if order == tuple(range(tensor.dim())) else order
+
+
+def _has_usual_strides(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is contiguous, and in the usual order of axes.
+
+    To torch the stride of an axis of length 1 does not matter: a contiguous tensor may have its axes in another order.
+    """
+    if not tensor.is_contiguous() or 1 not in tensor.shape:
+        return tensor.is_contiguous()
+    usual = itertools.accumulate(reversed(tensor.shape[1:]), operator.mul, initial=1)
+    return tensor.stride() == tuple(usual)[::-1]
 
 
 def _format(order: tuple[int, ...], where: jax.sharding.Sharding) -> Format:

@@ -16,7 +16,7 @@ from .arguments import Function
 from .binding import channels_last
 from .execution import Traced, as_varying
 from .slices import write
-from .trees import PyTree, as_array, flatten, flatten_with_names, positive, structure, with_weak_type
+from .trees import PyTree, as_array, check_width, flatten, flatten_with_names, positive, structure, with_weak_type
 
 Unflatten: TypeAlias = Callable[[jax.Array], Any]
 Bar: TypeAlias = Callable[[Iterator[Any], int], Iterator[Any]]
@@ -559,6 +559,8 @@ def _flat(f: Function, x: PyTree, checkpoint: bool) -> tuple[Function, Any, jax.
             raise TypeError(
                 f"{name} is {leaf.dtype.name}, but coordinates are real. Make its real and imaginary part two leaves."
             )
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            check_width(leaf, name)
     vector, unflatten = ravel_pytree(treedef.unflatten(leaves))
     if len(vector) and not jnp.issubdtype(vector.dtype, jnp.floating):
         found = ", ".join(f"{name} is {leaf.dtype.name}" for (name, _), leaf in zip(named, leaves, strict=True))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .arguments import Arguments, Batch, Function, collect, leaf_axes, mapped_axes, wraps
 from .execution import Traced, example_shapes
 from .slices import over_slices, write
-from .trees import PyTree, flatten_with_names, positive, with_weak_type
+from .trees import PyTree, check_width, flatten_with_names, positive, with_weak_type
 
 
 def chunked_vmap(
@@ -101,6 +101,7 @@ def chunked_vmap(
                     for result, value, axis in zip(results, values, axes, strict=True)
                 ]
 
+            check_width(one.output, "output")
             shapes = [_with_axis(out.shape, axis, batch.rows) for out, axis in zip(outputs, axes, strict=True)]
             start = [jnp.zeros(shape, out.dtype) for shape, out in zip(shapes, outputs, strict=True)]
             results = over_slices(chunk, start, batch.rows, chunk_size)

@@ -19,7 +19,7 @@ from .execution import accumulate, explained
 from .factored import Explanation
 from .partition import Options
 from .sums import wide
-from .trees import PyTree, as_array, dtype_of, flatten, flatten_with_names, outlined
+from .trees import PyTree, as_array, check_width, dtype_of, flatten, flatten_with_names, outlined
 
 
 class ClippedAux(NamedTuple):
@@ -411,6 +411,8 @@ def _check_parameters(arguments: Arguments, places: Sequence[Slot], args: Any, k
                     f"{name} is {found.name}; clipping needs parameters of a real floating-point type. Pass it as an "
                     "argument of its own, or as two real ones where it is complex."
                 )
+            if isinstance(leaf, jax.Array):  # NumPy's and numbers become arrays of the width that JAX's mode allows
+                check_width(leaf, name)
 
 
 def _checked_padding(padding: Any, rows: int) -> jax.Array:

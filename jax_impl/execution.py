@@ -17,7 +17,7 @@ from .arguments import Batch, Function
 from .factored import Explanation, Factored
 from .fitting import Output, bind, match
 from .partition import Plan
-from .trees import PyTree, flatten_with_names, outlined, stand_in, structure, varying_axes, with_weak_type
+from .trees import PyTree, check_width, flatten_with_names, outlined, stand_in, structure, varying_axes, with_weak_type
 
 VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
 
@@ -66,6 +66,7 @@ def accumulate(
     left = main
     if plan.left and not isinstance(main, _Mapped):
         left = _microbatch_fun(fun, batch, plan, plan.left, vmap_fn)
+    check_width(main.output, "output")
     per_example = vmap_fn is not None
     outputs = _describe(main, left, plan, per_example, zeros())
     accumulator = bind(accumulators, plan, outputs, per_example)

@@ -84,6 +84,17 @@ def stand_in(x: Any) -> Any:
     return x
 
 
+def check_width(tree: PyTree, name: str) -> None:
+    """Raise a TypeError for a leaf whose type JAX would narrow where a loop collects it."""
+    for path, leaf in flatten_with_names(tree, name)[0]:
+        dtype = leaf.dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.extended) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise TypeError(
+                f"{path} is {dtype.name}, which JAX narrows in its 32-bit mode. Call this under jax.enable_x64(True), "
+                "or cast it in the function."
+            )
+
+
 def varying_axes(aval: Any) -> frozenset[Any]:
     """The mesh axes of ``jax.shard_map`` over which a value of this type differs."""
     # Some releases name it `vma`.

@@ -305,6 +305,32 @@ def test_what_torch_cannot_show_is_refused_with_the_way_out() -> None:
         as_torch(as_jax(torch.special.airy_ai))(torch.ones(2))
 
 
+_NARROWED: dict[str, Callable[..., Any]] = {
+    "microbatch": lambda f, x: jax_impl.microbatch(f, argnums=0, microbatch_size=2)(x),
+    "micro_vmap": lambda f, x: jax_impl.micro_vmap(f, microbatch_size=2)(x),
+    "chunked_vmap": lambda f, x: jax_impl.chunked_vmap(f, 3)(x),
+    "micro_grad": lambda f, x: jax_impl.micro_grad(lambda w, x: f(w), microbatch_size=2)(x, x),
+    "clipped_grad": lambda f, x: jax_impl.clipped_grad(lambda w, x: f(w), l2_clip_norm=1.0, microbatch_size=2)(x, x),
+    "hessian": lambda f, x: jax_impl.hessian(f, x, 2),
+    "jacobian": lambda f, x: jax_impl.jacobian(f, x),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, jnp.float64) for name in _NARROWED]
+    + [(name, jnp.int64) for name in ("microbatch", "micro_vmap", "chunked_vmap")],
+)
+def test_a_result_that_jax_would_narrow_is_refused(name: str, dtype: Any) -> None:
+    with enable_x64():
+        x = jnp.arange(4, dtype=dtype)
+    f = torch_api.as_jax(lambda x: (x * x).sum())
+    with pytest.raises(TypeError, match=r"(int|float)64, which JAX narrows in its 32-bit mode\. Call this under"):
+        _NARROWED[name](f, x)
+    with enable_x64():
+        _NARROWED[name](f, x)
+
+
 def _labels(p: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(x @ p["w"] + p["b"], y, reduction="sum") + (p["e"][y] ** 2).sum()
 

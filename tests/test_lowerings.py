@@ -338,6 +338,7 @@ def test_max_pool_names_the_element_that_torch_names(dimensions: int) -> None:
         g = _randn(*values.shape)
         gradients = [torch.autograd.grad(v, t, g)[0] for v, t in ((values, ours), (expected[0], plain))]
         torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+        assert [v.shape for v in as_torch(as_jax(fun))(x[:0])] == [v.shape for v in fun(x[:0])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

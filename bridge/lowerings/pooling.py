@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 def _scatter_to_maxima(g: Array, x: Array, indices: Array, spatial: int) -> Array:
     """Each cotangent goes to the element that the window's index names: torch's choice at ties."""
-    planes = math.prod(x.shape[: x.ndim - spatial])
+    planes, windows = math.prod(x.shape[: x.ndim - spatial]), math.prod(g.shape[g.ndim - spatial :])
     flat = jnp.zeros((planes, math.prod(x.shape[x.ndim - spatial :])), g.dtype)
     rows = jnp.arange(planes)[:, None]
-    return flat.at[rows, indices.reshape(planes, -1)].add(g.reshape(planes, -1)).reshape(x.shape)
+    return flat.at[rows, indices.reshape(planes, windows)].add(g.reshape(planes, windows)).reshape(x.shape)
 
 
 def _each(value: Any, n: int) -> list[int]:
@@ -159,8 +159,8 @@ def _max_pool_in_a_loop(x: Array, windows: _Windows, lowest: Array) -> tuple[Arr
         window_dilation=(*ones, *windows.dilation),
     )
     index = index[(..., *(slice(o) for o in windows.out))]
-    rows = x.reshape(*x.shape[: windows.lead], -1)
-    values = jnp.take_along_axis(rows, index.reshape(*x.shape[: windows.lead], -1), -1)
+    rows = x.reshape(*x.shape[: windows.lead], math.prod(windows.sizes))
+    values = jnp.take_along_axis(rows, index.reshape(*x.shape[: windows.lead], math.prod(windows.out)), -1)
     return values.reshape(index.shape), index
 
 
@@ -198,7 +198,7 @@ def adaptive_max_pool(x: Array, out: Sequence[int]) -> tuple[Array, Array]:
     values, indices = [], []
     for cell in itertools.product(*[range(k) for k in out]):
         window = tuple(slice(i * s // k, -(-(i + 1) * s // k)) for i, s, k in zip(cell, sizes, out, strict=True))
-        block = x[(..., *window)].reshape(*x.shape[: -len(out)], -1)
+        block = x[(..., *window)].reshape(*x.shape[: -len(out)], flat[window].size)
         best = jnp.argmax(block, -1)
         values.append(jnp.take_along_axis(block, best[..., None], -1)[..., 0])
         indices.append(flat[window].reshape(-1)[best])
