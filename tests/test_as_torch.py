@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import math
 import threading
 import warnings
 import weakref
@@ -709,3 +710,18 @@ def test_an_index_out_of_range_raises_as_in_torch(fun: Any, index: int) -> None:
     with pytest.raises(IndexError):
         _through(fun)(leaf, i)
     assert torch.equal(_through(lambda x, i: x[i])(x, torch.tensor([-3, 2])), x[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((2, 1, 2, 2), (4, 1, 2, 1)), ((3, 1), (1, 7)), ((1, 3), (1, 1)), ((1, 1, 2), (5, 9, 1)), ((2, 3, 1), (3, 1, 8))],
+)
+def test_an_axis_of_length_1_may_have_any_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Such a tensor is contiguous to torch; the weight of a layer in channels_last is one."""
+    values = torch.arange(12.0)[: math.prod(shape)] + 1
+    w = values.as_strided(shape, strides).requires_grad_()
+    assert w.is_contiguous()
+    call = as_torch(as_jax(lambda w, x: (w.sin() * x).sum() + (w * w).sum()))
+    for again in (w, values.reshape(shape).requires_grad_()):  # the usual strides, after the others, and before
+        (g,) = torch.autograd.grad(call(again, w.detach()), again)
+        torch.testing.assert_close(g, w.detach() * w.detach().cos() + 2 * w.detach())
