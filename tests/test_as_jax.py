@@ -354,7 +354,12 @@ _WITH_LABELS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", _WITH_LABELS)
+_SLOW_WITH_LABELS = _WITH_LABELS.keys() - {"micro_grad", "clipped_grad", "chunked_vmap"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW_WITH_LABELS else n for n in _WITH_LABELS]
+)
 def test_labels_of_torch_stay_64_bit_in_every_transform_whatever_the_mode_of_jax(name: str) -> None:
     torch.manual_seed(0)
     params = {"w": torch.randn(5, 3), "b": torch.randn(3), "e": torch.randn(3, 2)}

@@ -125,6 +125,7 @@ def test_blocks():
     assert_same(rows, J.reshape(9, 7))
 
 
+@pytest.mark.slow
 def test_blocks_by_bytes():
     """A size in bytes gives the blocks that fit, as the plan of their program says."""
     scale = torch.tensor(2.0, requires_grad=True)
