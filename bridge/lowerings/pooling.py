@@ -70,8 +70,8 @@ class _Windows:
     def spread(self, g: Array, tap: tuple[int, ...]) -> Array:
         """The transpose of ``read``, without the padding."""
         places = zip(tap, self.padding, self.out, self.stride, self.sizes, strict=True)
-        low = [(t - p, size - (t - p + (o - 1) * s + 1), s - 1) for t, p, o, s, size in places]
-        return jax.lax.pad(g, jnp.zeros((), g.dtype), [*[(0, 0, 0)] * self.lead, *low])
+        edges = [(t - p, size - (t - p + (o - 1) * s + 1), s - 1) for t, p, o, s, size in places]
+        return jax.lax.pad(g, jnp.zeros((), g.dtype), [*[(0, 0, 0)] * self.lead, *edges])
 
     @property
     def tile(self) -> bool:
