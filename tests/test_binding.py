@@ -38,7 +38,7 @@ def convolution(kind):
     return lambda x, w: jnp.sum(jnp.tanh(inner(x, w)) ** 2), data(*shapes[0]), data(*shapes[1], seed=1)
 
 
-_SLOW = {"1d", "3d", "channels last", "mixed"}
+_SLOW = {"1d", "3d", "channels last", "grouped", "mixed"}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in _SLOW else k for k in KINDS])
@@ -82,7 +82,7 @@ TRANSFORMS = {
 }
 
 
-_SLOW_TRANSFORMS = {"by examples", "microbatch", "jacobian"}
+_SLOW_TRANSFORMS = {"by examples", "hessian", "jacobian", "microbatch"}
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def pairwise_energy(p):
     return jnp.sum(jnp.sqrt(squares + jnp.eye(len(points))))
 
 
-@pytest.mark.parametrize("derivative", [hessian_matrix, jacobian_matrix])
+@pytest.mark.parametrize("derivative", [pytest.param(hessian_matrix, marks=pytest.mark.slow), jacobian_matrix])
 def test_blocks_are_the_largest_that_fit_the_bytes(derivative):
     options = (1, None) if derivative is hessian_matrix else ("forward", 1, None)
     make = lambda **size: derivative(network, parameters(), False, *options, **size)

@@ -60,11 +60,13 @@ def as_arrays(case, dtype):
 
 # One or two of each kind run always, the others with the slow sweeps.
 _SLOW_CASES = {
-    "attention", "batched_product", "convolution_1d", "convolution_3d", "convolution_channels_last",
+    "attention", "batched_product", "convolution_1d", "convolution_2d_strided_and_dilated", "convolution_3d",
+    "convolution_channels_last",
     "convolution_of_one_channel_used_twice", "convolution_transposed_with_flipped_kernel",
     "convolution_with_a_kernel_of_products", "convolution_with_a_standardised_kernel", "embedding_of_two_indices",
     "embedding_out_of_bounds", "layer_norm", "layers_stacked_in_a_scan", "low_rank_weight", "recurrence_unrolled",
-    "scan_in_a_scan", "sequence_longer_than_the_layer",
+    "scan_in_a_scan", "sequence_longer_than_the_layer", "slices_pads_and_transposes",
+    "stacked_and_concatenated_parameters",
 }  # fmt: skip
 assert CASES.keys() >= _SLOW_CASES
 

@@ -88,6 +88,7 @@ def test_a_wrong_command_line(project: pathlib.Path, arguments: list[str], capsy
     assert ": error: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_as_a_process(project: pathlib.Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "microtome.torch_api.compare"]
     command += ["their_project:power", "their_project:wrong", "--inputs", "inputs.npz", "--no-gradients"]

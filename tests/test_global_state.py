@@ -91,6 +91,7 @@ mt.as_torch(mt.as_jax(torch.tanh))(torch.ones(3))
     assert _run(attempt) == _run(trace + attempt)
 
 
+@pytest.mark.slow
 def test_a_forked_worker_loads_data_and_may_not_call() -> None:
     out = _run(
         """

@@ -106,7 +106,7 @@ STEPS_OF_SOME_TYPE = {
 
 
 @pytest.mark.parametrize("case", STEPS_OF_SOME_TYPE)
-@pytest.mark.parametrize("weak", [True, False])
+@pytest.mark.parametrize("weak", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_weak_types_are_those_of_a_scan(case, weak):
     f, init = STEPS_OF_SOME_TYPE[case]
     for length in (0, 1, 7):

@@ -133,6 +133,7 @@ X, Y = torch.ones(6, 2), torch.ones(4, 2)
 pair_sum = lambda params, batch: batch["x"].sum() + params
 
 
+@pytest.mark.slow
 def test_a_training_step_keeps_the_examples_alone_and_computes_each_chunk_again():
     w, x = (data(64, 64) / 8).requires_grad_(), data(128, 64)
     fun = lambda row: F.dropout(torch.tanh(torch.tanh(torch.tanh(row @ w) @ w) @ w), 0.5)
