@@ -95,12 +95,15 @@ def torch_ways(name: str, batch: int) -> Ways:
         return {k: g * scale for k, g in grads.items()}
 
     mapped = torch.func.vmap(one, (None, 0, 0), chunk_size=chunk, randomness="different")
-    ours = mt.clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
+    ours, in_parts = (
+        mt.clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2), microbatch_size=size) for size in (None, chunk)
+    )
     by_xla = mt.as_torch(lambda p, x, y: jax.grad(mt.as_jax(loss))(p, x, y))
     ways: Ways = {
         "torch: plain gradient": plain,
         "torch: plain gradient by XLA": lambda: by_xla(params, x, y),
         "torch: microtome": lambda: ours(params, x, y),
+        f"torch: microtome, microbatch {chunk}": lambda: in_parts(params, x, y),
         f"torch.func.vmap(grad), chunk {chunk}": lambda: {k: g.sum(0) for k, g in mapped(params, x, y).items()},
     }
     for mode in ("hooks", "ghost"):

@@ -1,5 +1,6 @@
-"""Convolutions are computed with channels last: XLA is many times slower at others in a loop on CPU."""
+"""Convolutions are computed in the forms that XLA is fast in on CPU: channels last, in parts, by phases."""
 
+import functools
 import re
 
 import jax
@@ -10,7 +11,7 @@ import torch
 from microbatching_cases import data
 
 from microtome.jax_impl import chunked_vmap, clipped_grad, hessian, jacobian, micro_grad, microbatch
-from microtome.jax_impl.binding import channels_last
+from microtome.jax_impl.binding import channels_last, run
 from microtome.torch_api import as_jax
 
 KINDS = {
@@ -103,3 +104,125 @@ def test_chunks_of_torch_have_it_in_backward_too():
     w, x = {"a": data(3, 3, 3, 3), "b": data(4, 3, 3, 3, seed=1)}, data(6, 3, 9, 9, seed=2)
     grad = jax.grad(lambda w, x: jnp.sum(jax.lax.map(lambda x: loss(w, x[None]), x)))
     assert layouts(grad, w, x) == {"b01f_01io->b01f"}
+
+
+OF_ONE_CHANNEL = {
+    "2d": ((2, 1, 9, 9), (4, 1, 4, 4), ("NCHW", "OIHW", "NCHW"), {"window_strides": (2, 2), "padding": "SAME"}),
+    "channels last": ((2, 9, 8, 1), (4, 4, 1, 3), ("NHWC", "HWIO", "NHWC"), {"window_strides": (2, 2)}),
+    "mixed": ((8, 2, 1, 9), (1, 4, 2, 3), ("WNCH", "IOHW", "HNWC"), {"window_strides": (2, 3)}),
+    "uneven": (
+        (2, 1, 11, 13),
+        (3, 1, 5, 3),
+        ("NCHW", "OIHW", "NCHW"),
+        {"window_strides": (3, 1), "padding": ((2, 0), (0, 3))},
+    ),
+    "stride beyond the kernel": ((2, 1, 12, 9), (3, 1, 2, 1), ("NCHW", "OIHW", "NCHW"), {"window_strides": (3, 2)}),
+    "cropped": (
+        (2, 1, 12, 12),
+        (3, 1, 3, 3),
+        ("NCHW", "OIHW", "NCHW"),
+        {"window_strides": (2, 2), "padding": ((-1, 2), (1, -3))},
+    ),
+    "1d": ((2, 1, 17), (3, 1, 4), ("NCH", "OIH", "NCH"), {"window_strides": (3,), "padding": ((2, 1),)}),
+    "3d": ((2, 1, 6, 7, 8), (3, 1, 3, 2, 4), ("NCDHW", "OIDHW", "NCDHW"), {"window_strides": (2, 2, 2)}),
+}
+OF_MANY_EXAMPLES = {
+    "2d": ((70, 3, 12, 12), (4, 3, 3, 3), ("NCHW", "OIHW", "NCHW"), {"padding": "SAME"}),
+    "channels last": ((90, 12, 12, 3), (3, 2, 3, 4), ("NHWC", "HWIO", "NHWC"), {}),
+    "strided and dilated": (
+        (300, 2, 15, 14),
+        (4, 2, 3, 2),
+        ("NCHW", "OIHW", "NCHW"),
+        {"window_strides": (2, 3), "rhs_dilation": (2, 1), "padding": ((1, 2), (0, 1))},
+    ),
+    "transposed": (
+        (70, 3, 12, 11),
+        (4, 3, 3, 3),
+        ("NCHW", "OIHW", "NCHW"),
+        {"lhs_dilation": (2, 2), "padding": ((0, 1), (2, 0))},
+    ),
+    "1d": ((40, 2, 260), (3, 2, 5), ("NCH", "OIH", "NCH"), {}),
+    "3d": ((40, 2, 7, 8, 9), (3, 2, 2, 3, 2), ("NCDHW", "OIDHW", "NCDHW"), {}),
+}
+
+
+def bound(fun, *args):
+    """The outputs of a function, its equations computed by ``bind``."""
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shape), run(closed, *args))
+
+
+def few(table, *quick):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in table]
+
+
+def special(table, kind):
+    shape, kernel, numbers, options = table[kind]
+    options = {"window_strides": (1,) * (len(shape) - 2), "padding": "VALID"} | options
+    fun = lambda x, w: jax.lax.conv_general_dilated(x, w, **options, dimension_numbers=numbers)
+    return fun, data(*shape, dtype=jnp.float64), data(*kernel, seed=1, dtype=jnp.float64)
+
+
+def close(found, want):
+    scale = abs(np.asarray(want)).max()
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("kind", few(OF_ONE_CHANNEL, "2d", "uneven"))
+def test_a_strided_convolution_of_one_channel_takes_its_phases_as_channels(kind):
+    with jax.enable_x64(True):
+        fun, x, w = special(OF_ONE_CHANNEL, kind)
+        ours = functools.partial(bound, fun)
+        assert {max(strides) for strides in parameters(ours, "window_strides", x, w)} == {1}
+        close(jax.jit(ours)(x, w), fun(x, w))
+        slope = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))
+        jax.tree.map(close, slope(ours)(x, w), slope(fun)(x, w))
+        close(jax.vmap(ours, (None, 0))(x, jnp.stack([w, 2 * w]))[1], fun(x, 2 * w))
+
+
+@pytest.mark.parametrize("kind", few(OF_MANY_EXAMPLES, "channels last"))
+def test_the_gradient_of_a_weight_is_summed_over_parts_of_the_batch(kind):
+    with jax.enable_x64(True):
+        fun, x, w = special(OF_MANY_EXAMPLES, kind)
+        slope = jax.grad(lambda w, x: jnp.sum(jnp.sin(fun(x, w))))
+        ours = functools.partial(bound, slope)
+        assert parameters(ours, "length", w, x)
+        assert not parameters(ours, "length", w, x[:1])
+        close(jax.jit(ours)(w, x), slope(w, x))
+        second = lambda f: jax.jit(jax.grad(lambda w, x: jnp.sum(f(w, x) ** 2), (0, 1)))
+        jax.tree.map(close, second(ours)(w, x), second(slope)(w, x))
+
+
+def parameters(fun, name, *args):
+    """The values of a parameter, in all equations that have it."""
+
+    def within(jaxpr):
+        for equation in jaxpr.eqns:
+            if name in equation.params:
+                yield equation.params[name]
+            for value in equation.params.values():
+                if hasattr(value, "jaxpr"):
+                    yield from within(value.jaxpr)
+
+    return list(within(jax.make_jaxpr(fun)(*args).jaxpr))
+
+
+def same(x, w):
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+
+
+def test_the_gradient_of_a_weight_takes_the_memory_of_a_part():
+    x, w = data(256, 8, 16, 16), data(8, 8, 3, 3, seed=1)
+    slope = lambda x, y: jax.linear_transpose(lambda w: same(x, w), w)(y)[0]
+    plain, ours = (
+        jax.jit(f).lower(x, x).compile().memory_analysis().temp_size_in_bytes
+        for f in (slope, functools.partial(bound, slope))
+    )
+    assert ours < plain / 8
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_summed_as_one(dtype):
+    x, w = data(70, 3, 12, 12).astype(dtype), data(4, 3, 3, 3, seed=1).astype(dtype)
+    slope = jax.grad(lambda w, x: jnp.sum(same(x, w).astype(jnp.float32)))
+    np.testing.assert_array_equal(jax.jit(functools.partial(bound, slope))(w, x), jax.jit(slope)(w, x))
