@@ -7,13 +7,13 @@ derivatives of a convolution with channels last have other layouts. On other dev
 Two kinds are slow there in any layout. The gradient of a weight, whose kernel is the whole cotangent, takes up to six
 times as long as a sum over parts of the batch (16 channels of 32 x 32, 128 examples: 52 ms, in parts 12, with a
 thirtieth of the memory). A strided one of a single channel takes four times as long as the same one of the strides'
-phases as channels. `bind` computes them so; `channels_last` leaves them whole, for rules that look at convolutions.
+phases as channels. `bind` computes them so; `bind_whole` and `channels_last` leave them for rules that look at
+convolutions.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,7 +29,12 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 
 def bind(equation: Any, values: Sequence[Any]) -> list[Any]:
     """The outputs of an equation for these operands."""
-    return _bind(equation, values, _convolve if jax.default_backend() == "cpu" else _with_channels_last)
+    return _bind(equation, values, _convolve)
+
+
+def bind_whole(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """The same, a convolution left whole but for its layout: for rules that look at convolutions."""
+    return _bind(equation, values, _with_channels_last)
 
 
 def _bind(equation: Any, values: Sequence[Any], convolve: Callable[..., Any]) -> list[Any]:
@@ -46,14 +51,18 @@ _EXAMPLES, _PRODUCTS = 8, 2048
 
 
 def _convolve(lhs: Any, rhs: Any, **params: Any) -> Any:
-    """A convolution in the form that is fast on CPU."""
+    """A convolution in the form that is fast on CPU, where JAX computes there."""
+    usual = _is_usual(params) and lhs.dtype in (jnp.float32, jnp.float64)
+    if not usual or jax.default_backend() != "cpu":
+        return _with_channels_last(lhs, rhs, **params)
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     shape = jax.eval_shape(lambda *args: _convolution(*args, **params), lhs, rhs).shape
-    usual = _is_usual(params) and lhs.dtype in (jnp.float32, jnp.float64)
-    if not usual or 0 in (*lhs.shape, *rhs.shape, *shape):
+    if 0 in (*lhs.shape, *rhs.shape, *shape):
         return _with_channels_last(lhs, rhs, **params)
     channels = lhs.shape[lhs_spec[1]]
-    if channels == 1 and max(params["window_strides"]) > 1 == max(*params["lhs_dilation"], *params["rhs_dilation"]):
+    if channels == 1 and max(params["window_strides"], default=1) > 1 == max(
+        *params["lhs_dilation"], *params["rhs_dilation"]
+    ):
         return _by_phases(lhs, rhs, **params)
     # A kernel that is larger than what comes out is that of a weight's gradient, whose channels are the examples.
     window, places = (math.prod(x[d] for d in spec[2:]) for x, spec in ((rhs.shape, rhs_spec), (shape, out_spec)))
@@ -168,7 +177,7 @@ def channels_last(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     def computed(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        outs = _evaluate(closed, args, functools.partial(_bind, convolve=_with_channels_last))
+        outs = _evaluate(closed, args, bind_whole)
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return computed

@@ -492,8 +492,11 @@ class ExampleSum:
         ):
             kept = weight if mask is None else jnp.where(mask, weight, 0)
             return dense(product, dtype) * (jnp.sum(kept) if kept.ndim else kept * self.rows)
-        if mask is None:
-            return dense(_weighted(product, label, weight, None), dtype)
+        own = sum(label in f.labels for f in product.factors)
+        # A single factor is masked as it is weighted. XLA then adds what is scattered to the sum of the microbatches
+        # in place; a bias better shares what its layer weighs.
+        if mask is None or (product.places and own < 2):
+            return dense(_weighted(product, label, weight, mask), dtype)
         # Zero times NaN is NaN: what a masked example holds has to be erased from each factor, which takes a copy.
         return jax.lax.cond(
             jnp.all(mask),

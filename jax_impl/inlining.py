@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .binding import bind
+from .binding import bind_whole
 
 # Primitives of other packages that stand for a program: name -> function of the operands and parameters.
 CALLS: dict[str, Callable[..., Sequence[Any]]] = {}
@@ -68,7 +68,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             body = equation.params[_BODY[name]]
             outs = _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), values)
         else:
-            outs = bind(equation, values)
+            outs = bind_whole(equation, values)
         env.update(zip(equation.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
