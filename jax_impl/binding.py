@@ -4,7 +4,7 @@ On CPU, XLA brings a convolution into the layout of its fast kernels, channels l
 one, a convolution of another layout takes 10 to 40 times as long. Microbatches, chunks and scans are loops, and the
 derivatives of a convolution with channels last have other layouts. On other devices XLA chooses the layouts itself.
 
-Two kinds are slow there in any layout. The gradient of a weight, whose kernel is the whole cotangent, takes up to six
+Two kinds are slow there in any layout. The gradient of a weight, whose kernel is the whole cotangent, takes up to five
 times as long as a sum over parts of the batch (16 channels of 32 x 32, 128 examples: 52 ms, in parts 12, with a
 thirtieth of the memory). A strided one of a single channel takes four times as long as the same one of the strides'
 phases as channels. `bind` computes them so; `bind_whole` and `channels_last` leave them for rules that look at
@@ -60,9 +60,8 @@ def _convolve(lhs: Any, rhs: Any, **params: Any) -> Any:
     if 0 in (*lhs.shape, *rhs.shape, *shape):
         return _with_channels_last(lhs, rhs, **params)
     channels = lhs.shape[lhs_spec[1]]
-    if channels == 1 and max(params["window_strides"], default=1) > 1 == max(
-        *params["lhs_dilation"], *params["rhs_dilation"]
-    ):
+    dilated = any(d != 1 for d in (*params["lhs_dilation"], *params["rhs_dilation"]))
+    if channels == 1 and not dilated and any(s != 1 for s in params["window_strides"]):
         return _by_phases(lhs, rhs, **params)
     # A kernel that is larger than what comes out is that of a weight's gradient, whose channels are the examples.
     window, places = (math.prod(x[d] for d in spec[2:]) for x, spec in ((rhs.shape, rhs_spec), (shape, out_spec)))
@@ -91,8 +90,8 @@ def _by_phases(lhs: Any, rhs: Any, **params: Any) -> Any:
     """A strided convolution of one channel as a plain one that has a channel for each place within a stride."""
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     strides, padding = params["window_strides"], params["padding"]
-    lhs = jax.lax.transpose(lhs, (*lhs_spec[:1], *lhs_spec[2:], lhs_spec[1])).squeeze(-1)
-    rhs = jax.lax.transpose(rhs, (*rhs_spec[2:], *rhs_spec[::-1][-2:])).squeeze(-2)
+    lhs, rhs = _moved(lhs, rhs, lhs_spec, rhs_spec)
+    lhs, rhs = lhs.squeeze(-1), rhs.squeeze(-2)
     edges, ends = [], []
     for n, k, (low, high), s in zip(lhs.shape[1:], rhs.shape[:-1], padding, strides, strict=True):
         taps = -(-k // s)
@@ -109,8 +108,9 @@ def _by_phases(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 def _phases_as_channels(x: Any, first: int, strides: Sequence[int]) -> Any:
     """``[*lead, *spatial, *rest]`` as ``[*lead, *spatial / strides, product of strides, *rest]``."""
-    lead, rest = x.shape[:first], x.shape[first + len(strides) :]
-    split = [size for n, s in zip(x.shape[first:], strides, strict=False) for size in (n // s, s)]
+    last = first + len(strides)
+    lead, spatial, rest = x.shape[:first], x.shape[first:last], x.shape[last:]
+    split = [size for n, s in zip(spatial, strides, strict=True) for size in (n // s, s)]
     end = first + len(split)
     order = (*range(first), *range(first, end, 2), *range(first + 1, end, 2), *range(end, end + len(rest)))
     x = x.reshape(*lead, *split, *rest).transpose(order)
@@ -122,8 +122,7 @@ def _with_channels_last(lhs: Any, rhs: Any, **params: Any) -> Any:
     if not _is_usual(params):
         return _convolution(lhs, rhs, **params)
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
-    lhs = jax.lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
-    rhs = jax.lax.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
+    lhs, rhs = _moved(lhs, rhs, lhs_spec, rhs_spec)
     return _as_asked(_convolution(lhs, rhs, **params | {"dimension_numbers": _numbers(lhs.ndim)}), out_spec)
 
 
@@ -140,6 +139,12 @@ def _numbers(ndim: int) -> jax.lax.ConvDimensionNumbers:
     """Those of channels last."""
     last, spatial = ndim - 1, tuple(range(1, ndim - 1))
     return jax.lax.ConvDimensionNumbers((0, last, *spatial), (last, last - 1, *range(last - 1)), (0, last, *spatial))
+
+
+def _moved(lhs: Any, rhs: Any, lhs_spec: Sequence[int], rhs_spec: Sequence[int]) -> tuple[Any, Any]:
+    """The operands with their channels last."""
+    lhs = jax.lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
+    return lhs, jax.lax.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
 
 
 def _as_asked(out: Any, spec: Sequence[int]) -> Any:
@@ -183,21 +188,21 @@ def channels_last(fun: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], bind: Callable[..., Any]) -> list[Any]:
+def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], compute: Callable[..., Any]) -> list[Any]:
     convolves = _convolves(closed.jaxpr)
-    return _run(closed.jaxpr, closed.consts, args, bind) if convolves else jaxpr_as_fun(closed)(*args)
+    return _run(closed.jaxpr, closed.consts, args, compute) if convolves else jaxpr_as_fun(closed)(*args)
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], bind: Callable[..., Any]) -> list[Any]:
+def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], compute: Callable[..., Any]) -> list[Any]:
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
     for equation in jaxpr.eqns:
         values = list(map(read, equation.invars))
         body = equation.params.get(_CALLS.get(equation.primitive.name, ""))
         if body is not None and _convolves(body.jaxpr):
-            outs = _run(body.jaxpr, body.consts, values, bind)
+            outs = _run(body.jaxpr, body.consts, values, compute)
         else:
-            outs = bind(equation, values)
+            outs = compute(equation, values)
         env.update(zip(equation.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

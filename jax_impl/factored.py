@@ -487,12 +487,10 @@ class ExampleSum:
         bare = term.replace(scale=(), mask=None)
         product = _stacked(bare, self.arrays, self.axes, self.rows, None)
         label = next(x for x in product.sizes if x not in term.sizes)
-        if not any(label in f.labels for f in product.factors) and not any(
-            label in p.labels for p in product.places.values()
-        ):
+        own = sum(label in f.labels for f in product.factors)
+        if not own and not any(label in p.labels for p in product.places.values()):
             kept = weight if mask is None else jnp.where(mask, weight, 0)
             return dense(product, dtype) * (jnp.sum(kept) if kept.ndim else kept * self.rows)
-        own = sum(label in f.labels for f in product.factors)
         # A single factor is masked as it is weighted. XLA then adds what is scattered to the sum of the microbatches
         # in place; a bias better shares what its layer weighs.
         if mask is None or (product.places and own < 2):

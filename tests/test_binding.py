@@ -30,23 +30,26 @@ KINDS = {
 }
 
 
-def convolution(kind):
-    *shapes, numbers, options = KINDS[kind]
-    strides = options.get("window_strides", (1,) * (len(shapes[0]) - 2))
-    options = {"padding": "VALID"} | options | {"window_strides": strides, "dimension_numbers": numbers}
-    # In a call, as jnp's functions are, and behind a rule for derivatives.
-    inner = jax.jit(lambda x, w: jax.nn.relu(jax.lax.conv_general_dilated(x, w, **options)))
-    return lambda x, w: jnp.sum(jnp.tanh(inner(x, w)) ** 2), data(*shapes[0]), data(*shapes[1], seed=1)
+def few(table, *quick):
+    """The names in a table, those but a few with the slow sweeps."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in table]
 
 
-_SLOW = {"1d", "3d", "channels last", "grouped", "mixed"}
+def convolution(table, kind):
+    """A convolution, and operands in float64."""
+    shape, kernel, numbers, options = table[kind]
+    options = {"window_strides": (1,) * (len(shape) - 2), "padding": "VALID"} | options
+    fun = lambda x, w: jax.lax.conv_general_dilated(x, w, **options, dimension_numbers=numbers)
+    return fun, data(*shape, dtype=jnp.float64), data(*kernel, seed=1, dtype=jnp.float64)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in _SLOW else k for k in KINDS])
+@pytest.mark.parametrize("kind", few(KINDS, "2d", "transposed"))
 def test_values_and_derivatives_are_those_of_the_function(kind):
     with jax.enable_x64(True):
-        fun, *args = convolution(kind)
-        args = [a.astype(jnp.float64) for a in args]
+        convolve, *args = convolution(KINDS, kind)
+        # In a call, as jnp's functions are, and behind a rule for derivatives.
+        inner = jax.jit(lambda x, w: jax.nn.relu(convolve(x, w)))
+        fun = lambda x, w: jnp.sum(jnp.tanh(inner(x, w)) ** 2)
         for derivative in (lambda f: f, lambda f: jax.grad(f, (0, 1)), lambda f: lambda *x: jax.jvp(f, x, x)[1]):
             for ours in (channels_last(derivative(fun)), derivative(channels_last(fun))):
                 got, want = jax.jit(ours)(*args), jax.jit(derivative(fun))(*args)
@@ -83,12 +86,7 @@ TRANSFORMS = {
 }
 
 
-_SLOW_TRANSFORMS = {"by examples", "hessian", "jacobian", "microbatch"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW_TRANSFORMS else n for n in TRANSFORMS]
-)
+@pytest.mark.parametrize("name", few(TRANSFORMS, "micro_grad", "clipped_grad", "chunked_vmap"))
 @pytest.mark.parametrize("loss", [of_jax, of_torch(torch.conv2d)], ids=["jax", "torch"])
 def test_a_loop_has_convolutions_with_channels_last_only(loss, name):
     w, x = {"a": data(3, 3, 3, 3), "b": data(4, 3, 3, 3, seed=1)}, data(6, 3, 9, 9, seed=2)
@@ -152,17 +150,6 @@ def bound(fun, *args):
     return jax.tree.unflatten(jax.tree.structure(shape), run(closed, *args))
 
 
-def few(table, *quick):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in table]
-
-
-def special(table, kind):
-    shape, kernel, numbers, options = table[kind]
-    options = {"window_strides": (1,) * (len(shape) - 2), "padding": "VALID"} | options
-    fun = lambda x, w: jax.lax.conv_general_dilated(x, w, **options, dimension_numbers=numbers)
-    return fun, data(*shape, dtype=jnp.float64), data(*kernel, seed=1, dtype=jnp.float64)
-
-
 def close(found, want):
     scale = abs(np.asarray(want)).max()
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-12 * scale)
@@ -171,7 +158,7 @@ def close(found, want):
 @pytest.mark.parametrize("kind", few(OF_ONE_CHANNEL, "2d", "uneven"))
 def test_a_strided_convolution_of_one_channel_takes_its_phases_as_channels(kind):
     with jax.enable_x64(True):
-        fun, x, w = special(OF_ONE_CHANNEL, kind)
+        fun, x, w = convolution(OF_ONE_CHANNEL, kind)
         ours = functools.partial(bound, fun)
         assert {max(strides) for strides in parameters(ours, "window_strides", x, w)} == {1}
         close(jax.jit(ours)(x, w), fun(x, w))
@@ -183,7 +170,7 @@ def test_a_strided_convolution_of_one_channel_takes_its_phases_as_channels(kind)
 @pytest.mark.parametrize("kind", few(OF_MANY_EXAMPLES, "channels last"))
 def test_the_gradient_of_a_weight_is_summed_over_parts_of_the_batch(kind):
     with jax.enable_x64(True):
-        fun, x, w = special(OF_MANY_EXAMPLES, kind)
+        fun, x, w = convolution(OF_MANY_EXAMPLES, kind)
         slope = jax.grad(lambda w, x: jnp.sum(jnp.sin(fun(x, w))))
         ours = functools.partial(bound, slope)
         assert parameters(ours, "length", w, x)
