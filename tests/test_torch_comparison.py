@@ -59,7 +59,7 @@ def test_a_transformer_and_its_port_agree(kind: str, training: bool) -> None:
     state = torch.get_rng_state()
     report = mt.compare(model, fun, make_tokens(), params=params, **ALONE)
     report.assert_agrees()
-    assert report.verdict("blocks.1.attn.q.weight", "gradients") == "rounding"
+    assert report.verdict("blocks.1.attn.q.weight", "gradients") in ("equal", "rounding")
     assert len([row for row in report.rows if row.section == "gradients"]) == len(list(model.parameters()))
     assert all(row.relative64 < 1e-12 for row in report.rows if row.section == "outputs")
     assert torch.equal(torch.get_rng_state(), state)
@@ -378,7 +378,7 @@ def test_tied_weights_have_one_gradient() -> None:
     port = lambda p, x: jnp.tanh(x @ p["inner"]["kernel"]) @ p["outer"]["kernel"]
     report = mt.compare(Tied(), port, torch.randn(4, 3), params=params, hvp=True, **ALONE)
     report.assert_agrees()
-    assert report.verdict("inner.weight", "hvp") == "rounding"
+    assert report.verdict("inner.weight", "hvp") in ("equal", "rounding")
 
 
 # The report

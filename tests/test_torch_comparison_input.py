@@ -74,7 +74,7 @@ def test_everything_stays_as_it_was(context: Callable[[], Any], training: bool) 
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == enabled
     report.assert_agrees()
     made_here.assert_agrees()
-    assert report.verdict("frozen.weight", "gradients") == "rounding"
+    assert report.verdict("frozen.weight", "gradients") in ("equal", "rounding")
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(net.one.weight.grad, torch.ones(4, 4))

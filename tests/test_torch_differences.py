@@ -30,17 +30,19 @@ def test_what_a_mask_writes_hides_no_difference(filler: float) -> None:
     mask = EVEN.numpy()
     torch_fun = lambda x: {"masked": x.exp().masked_fill(EVEN, filler), "beside": x.exp()}
     port = lambda factor: lambda x: {"masked": jnp.where(mask, filler, jnp.exp(x) * factor), "beside": jnp.exp(x)}
-    assert set(verdicts(torch_fun, port(1), X).values()) == {"rounding"}
+    assert set(verdicts(torch_fun, port(1), X).values()) <= {"equal", "rounding"}
     assert verdicts(torch_fun, port(1 + 1e-6), X)["masked"] == "different"
     wrong = lambda x: {"masked": jnp.where(mask, filler, jnp.exp(x)), "beside": jnp.exp(x) * (1 + 1e-6)}
-    assert verdicts(torch_fun, wrong, X) == {"masked": "rounding", "beside": "different"}
+    found = verdicts(torch_fun, wrong, X)
+    assert found["masked"] in ("equal", "rounding")
+    assert found["beside"] == "different"
 
 
 def test_what_a_mask_writes_hides_nothing_where_float32_is_all_there_is() -> None:
     single = lambda x: x.astype(jnp.float32)
     torch_fun = lambda x: x.float().exp().masked_fill(EVEN, LOWEST)
     port = lambda factor: lambda x: jnp.where(EVEN.numpy(), LOWEST, jnp.exp(single(x)) * factor)
-    assert verdicts(torch_fun, port(1), X) == {"output": "rounding"}
+    assert verdicts(torch_fun, port(1), X)["output"] in ("equal", "rounding")
     assert verdicts(torch_fun, port(1 + 1e-4), X) == {"output": "different"}
 
 
