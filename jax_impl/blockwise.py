@@ -45,7 +45,8 @@ def jacobian(
     What differs:
 
     * Columns (or rows) are computed a block at a time, by one linearisation of ``f``. Peak memory is that of the
-      linearisation and of one block, ``residuals + M(1) * block``, beside the result.
+      linearisation and of one block, ``residuals + M(1) * block``, beside the result, or that of a single block, where
+      XLA plans less for it (see :func:`hessian`).
     * With ``out`` the result is written there block by block: it may be larger than the device's memory.
     * ``mode="auto"`` takes rows by reverse mode where there are fewer outputs than inputs, else columns by forward
       mode. It has as many blocks as ``nbatches`` says, but none without a row.
@@ -120,11 +121,11 @@ def hessian(
       result, which with ``out`` is never on the device as a whole, memory is at most that of the linearisation and of
       one block, ``residuals + M(1) * n / nbatches``, where ``M(1)`` is every intermediate value of one product with the
       Hessian, its vector included.
-    * A single block is the program of ``jax.hessian``, and takes its memory. That can be less than the bound: XLA fuses
-      cheap products, and lays what comes before the result into the memory of the result, where a loop over blocks
-      already holds rows. So in a logistic regression with fewer examples than features, a logsumexp or a pairwise
-      energy, several blocks can take more than ``jax.hessian``; where products are more than their vectors, as in
-      networks, they take about ``1 / nbatches`` of it.
+    * It is never more than that of ``jax.hessian``, whose program a single block is. Where one product with the Hessian
+      is little more than its vectors, as in a logsumexp or a logistic regression with fewer examples than features,
+      XLA lays it into the memory of the result, which a loop over blocks cannot. So when blocks take little beside
+      the result, the program of a single block is compiled too, and the one that plans less memory runs. Under a
+      ``jax.jit`` of your own, which compiles what is asked for, blocks are as many as asked for.
     * Columns are written as rows, since a Hessian is symmetric; this one is up to rounding, as that of
       ``jax.hessian``.
 
@@ -351,6 +352,20 @@ class Layout:
         """The number of rows or columns that blocks are made of."""
         return math.prod(self.outputs) if self.kind == "reverse" else self.inputs
 
+    @property
+    def number(self) -> int:
+        """How many blocks there are."""
+        return -(-self.count // self.size)
+
+    def may_be_leaner_in_one(self, taken: int, kept: int) -> bool:
+        """Whether a single block might need less temporary memory than a loop that takes so much, ``kept`` included.
+
+        It needs ``number`` times what a block does, less twice the result: what is computed is the result itself, no
+        block beside it, and what comes before lies in the memory of the result as long as this is free. In a loop it is
+        not: all but the first block find rows there.
+        """
+        return (taken - kept) * (self.number - 1) < 2 * math.prod(self.result_shape) * self.dtype.itemsize
+
     def block(self, linear: Any, start: Any, size: int) -> jax.Array:
         """So many rows or columns, from the function that was linearised."""
         units = jnp.asarray(start + jnp.arange(size)[:, None] == jnp.arange(self.count), self.unit_dtype)
@@ -419,6 +434,28 @@ class Matrix:
         result, _ = jax.lax.scan(lambda result, start: (step(result, start), None), empty, starts)
         return with_weak_type(result.reshape(layout.result_shape), layout)
 
+    def leaner(self) -> Matrix:
+        """The same in one block, if XLA plans less temporary memory so. Under ``jax.jit`` blocks stay as they are."""
+        if isinstance(self.x, jax.core.Tracer) or self.layout.number < 2:
+            return self
+        trace = lambda matrix: jax.jit(matrix.whole).trace(matrix.x)
+        used = lambda matrix: temporary_bytes(trace(matrix).lower().compile())
+        asked = trace(self).jaxpr
+        if len(asked.in_avals) > 1 or asked.effects:  # f captures tracers, or names axes: no program on its own
+            return self
+        if not self.layout.may_be_leaner_in_one(used(self), self.kept_bytes()):
+            return self
+        return min(self, self.in_one(), key=used)
+
+    def in_one(self) -> Matrix:
+        """The same in one block."""
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, size=self.layout.count))
+
+    def kept_bytes(self) -> int:
+        """What the linearisation keeps for all blocks."""
+        linear = jax.eval_shape(self.linearise, self.x)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(linear))
+
     def within(self, max_bytes: int | None) -> Matrix:
         """The same in the largest blocks that take no more memory; ``None`` changes nothing."""
         if max_bytes is None or not self.layout.count:
@@ -439,7 +476,7 @@ class Matrix:
         layout, compiled = self.layout, _compiler(jit)
         linear = compiled(self.linearise)(self.x)
         block = compiled(lambda linear, start: layout.block(linear, start, layout.size))
-        for place, start in bar(layout.places(), -(-layout.count // layout.size)):
+        for place, start in bar(layout.places(), layout.number):
             values = block(linear, start)
             yield place, jax.lax.slice_in_dim(values, place.start - start, place.stop - start, axis=layout.axis)
 
@@ -447,7 +484,7 @@ class Matrix:
         """The matrix, in the way that was asked for."""
         bar = progress_bar(progress)
         if out is None and not progress:
-            return _compiler(jit)(self.whole)(self.x)
+            return jax.jit(self.leaner().whole)(self.x) if jit else self.whole(self.x)
         if isinstance(self.x, jax.core.Tracer):
             raise TypeError("out and progress need the values of x, which jax.jit traces. Call this outside of it.")
         if out is None:
@@ -461,10 +498,14 @@ class Matrix:
         return self.layout.fill(out, ((place, np.asarray(block)) for place, block in self.blocks(jit, bar)))
 
 
+def temporary_bytes(program: Any) -> int:
+    """The memory that a compiled program takes beside its arguments and its result."""
+    return int(program.memory_analysis().temp_size_in_bytes)
+
+
 def block_bytes(program: Any) -> int:
     """The memory that a compiled program takes beside its arguments."""
-    memory = program.memory_analysis()
-    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+    return temporary_bytes(program) + int(program.memory_analysis().output_size_in_bytes)
 
 
 def largest_block(used: Callable[[int], int], count: int, max_bytes: int) -> int:

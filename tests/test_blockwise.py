@@ -331,6 +331,55 @@ def values_in(jaxpr):
     )
 
 
+_SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("f", "numbers"),
+    [
+        (logsumexp, (2, 16)),
+        (network, (2, 16)),
+        *(_SLOW(f, NUMBERS) for f in (logsumexp, pairwise_energy, regression, network, logistic, attention)),
+    ],
+)
+def test_hessian_memory_is_never_more_than_that_of_the_whole(f, numbers):
+    """The program that runs outside of jax.jit is chosen by the memory that it takes."""
+    vector, unflatten = ravel_pytree(parameters())
+    plain = temporary(jax.hessian(lambda v: f(unflatten(v))), vector)
+    for k in numbers:
+        chosen = hessian_matrix(f, parameters(), False, k, None).leaner()
+        assert chosen.layout.number in (1, k)
+        assert temporary(chosen.whole, chosen.x) <= plain
+
+
+def test_a_single_block_is_chosen_only_where_it_takes_less():
+    numbers = lambda f: [hessian_matrix(f, parameters(), False, k, None).leaner().layout.number for k in (1, 2, 8)]
+    assert numbers(logsumexp) == [1, 1, 1]
+    assert numbers(network) == [1, 2, 8]
+    assert_same(hessian(logsumexp, parameters(), 8)[0], hessian(logsumexp, parameters())[0])
+    wide = lambda x: jnp.cumsum(x) * 2
+    assert jacobian_matrix(wide, data(40), False, "forward", 4, None).leaner().layout.number in (1, 4)
+    assert_same(jacobian(wide, data(40), 4)[0], plain(jax.jacobian, wide, data(40)))
+
+
+def test_blocks_within_transformations_that_f_looks_out_of():
+    """What f captures there, and the axes that it names, belong to no program that could be compiled to choose one."""
+    x, f = data(6), lambda y: lambda x: jnp.sum(jnp.sin(x) ** 3) * y
+    ours, theirs = (lambda y: hessian(f(y), x, 3)[0]), lambda y: jax.hessian(f(y))(x)
+    ys = jnp.arange(1.0, 4)
+    assert_same(jax.jit(ours)(ys[0]), jax.jit(theirs)(ys[0]))
+    assert_same(jax.vmap(ours)(ys), jax.jit(jax.vmap(theirs))(ys))
+    assert_same(jax.jacobian(ours)(ys[0]), jax.jit(jax.jacobian(theirs))(ys[0]))
+    total = jax.vmap(lambda y: hessian(lambda x: f(jax.lax.psum(y, "i"))(x), x, 3)[0], axis_name="i")
+    assert_same(total(ys), jax.jit(jax.vmap(theirs))(jnp.full(3, 6.0)))
+    placed = jax.vmap(lambda y: hessian(lambda x: f(y + jax.lax.axis_index("i"))(x), x, 3)[0], axis_name="i")
+    assert_same(placed(ys), jax.jit(jax.vmap(theirs))(ys + jnp.arange(3)))
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+    spread = jax.shard_map(lambda y: ours(y[0]), mesh=mesh, in_specs=spec, out_specs=spec)
+    assert_same(spread(ys), jax.jit(theirs)(ys[0]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [regression, logsumexp, pairwise_energy])
 def test_hessian_memory_where_products_are_cheap(f):

@@ -17,6 +17,8 @@ from torch_cases import assert_same, data
 from microtome import jax_impl
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, to_jax
+from microtome.jax_impl.blockwise import hessian_matrix, temporary_bytes
+from microtome.torch_api.blockwise import _leaner
 
 FEW = settings(derandomize=True, deadline=None, max_examples=5, database=None)
 
@@ -114,6 +116,25 @@ def test_memory_of_pairs_of_points_follows_the_block():
     for size in (1, 4, 16, 120):
         assert used(size) < (size + 5) * pairs
     assert used(16) > 4 * pairs  # the measure sees a block
+
+
+@pytest.mark.parametrize("name", ["logsumexp", pytest.param("network", marks=pytest.mark.slow)])
+def test_memory_is_never_more_than_that_of_a_single_block(name):
+    """A captured parameter, gradients of the result and torch.func around it go on working, whatever is chosen."""
+    scale, inputs = torch.tensor(2.0, requires_grad=True), data(16, 10)
+    fun = {
+        "logsumexp": lambda x: x.logsumexp(0) * scale,
+        "network": lambda x: ((inputs @ x.view(10, 6)).tanh().sum(1) ** 2).mean() * scale,
+    }[name]
+    x, traced = data(60), as_jax(fun)
+    used = lambda k: temporary_bytes(_leaner(lambda x: hessian_matrix(traced, x, False, k, None), x).compiled(x))
+    assert used(4) <= used(1)
+    assert (used(4) < used(1) / 2) == (name == "network")
+    expected = torch.func.hessian(fun)(x)
+    assert_same(mt.hessian(fun, x, 4)[0], expected)
+    (grad,) = torch.autograd.grad(mt.hessian(fun, x, 4)[0].sum(), scale)
+    assert_same(grad, expected.sum() / 2)
+    assert_same(torch.func.vmap(lambda x: mt.hessian(fun, x, 4)[0])(x[None])[0], expected)
 
 
 def test_blocks():

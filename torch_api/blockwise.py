@@ -16,6 +16,7 @@ from ..bridge import as_torch, to_jax
 from ..bridge.autograd import is_transformed
 from ..bridge.captures import is_traced
 from ..bridge.lifting import to_jax_callable
+from ..bridge.torch_internals import disable_dynamo
 from ..bridge.trees import Rows, flatten, to_jax_tree, to_torch_tree
 from ..bridge.values import torch_dtype
 from ..jax_impl.blockwise import (
@@ -30,6 +31,7 @@ from ..jax_impl.blockwise import (
     jacobian_matrix,
     largest_block,
     progress_bar,
+    temporary_bytes,
 )
 from .rows import Fun, numbers_to_tensors
 
@@ -122,7 +124,8 @@ def hessian(
     ``f = lambda params: loss(torch.func.functional_call(model, params, ...))``, to the Hessian by
     ``torch.nn.utils.parameters_to_vector(model.parameters())``. What differs: a block of columns is computed at a time,
     by one linearisation of the gradient, in one compiled program; with ``out`` the result is never on the device as a
-    whole. It works where torch's own second derivative fails, as in fused attention.
+    whole. It works where torch's own second derivative fails, as in fused attention. Where products are so cheap that a
+    single block takes less memory than a loop over blocks, as in a logsumexp, it is a single block.
 
     After ``zodiax.hessian``; ``batch_size``, ``max_bytes``, ``out`` and ``progress`` are added. The other arguments,
     autograd and the errors are as in :func:`jacobian`.
@@ -321,12 +324,7 @@ def _sized(
 
 def _compute(matrix: Callable[[Any], Matrix], x: Any, out: Out | None, progress: bool) -> Any:
     if out is None and not progress:
-
-        def whole(x: Any) -> Any:
-            made = matrix(x)
-            return made.whole(made.x)
-
-        return as_torch(whole, recompute=True)(x)
+        return _leaner(matrix, x)(x)[0]
     if out is not None:
         _check_out(out, x)
     layout, blocks = _blocks(matrix, x, progress, out)
@@ -335,6 +333,28 @@ def _compute(matrix: Callable[[Any], Matrix], x: Any, out: Out | None, progress:
     if isinstance(out, np.ndarray):
         return layout.fill(out, ((place, np.asarray(to_jax(block.cpu()))) for place, block in blocks))
     return layout.fill(out, blocks)
+
+
+@disable_dynamo
+def _leaner(matrix: Callable[[Any], Matrix], x: Any) -> Any:
+    """The function that computes the matrix: in one block instead, if XLA plans less temporary memory so."""
+
+    def in_blocks(x: Any) -> Any:
+        made = matrix(x)
+        return made.whole(made.x), jax_impl.Static((made.layout, made.kept_bytes()))
+
+    def in_one(x: Any) -> Any:
+        made = matrix(x).in_one()
+        return made.whole(made.x), None
+
+    choices = as_torch(in_blocks, recompute=True), as_torch(in_one, recompute=True)
+    if is_transformed(()):
+        return choices[0]
+    program = choices[0].compiled(x)
+    layout, kept = program.outline.shape.join([None])[1].value
+    if layout.number < 2 or not layout.may_be_leaner_in_one(temporary_bytes(program), kept):
+        return choices[0]
+    return min(choices, key=lambda choice: temporary_bytes(choice.compiled(x)))
 
 
 def _blocks(
@@ -355,7 +375,7 @@ def _blocks(
         block.compiled(linear, torch.tensor(0, device=device))
 
     def computed() -> Iterator[tuple[slice, torch.Tensor]]:
-        for place, start in bar(layout.places(), -(-layout.count // layout.size)):
+        for place, start in bar(layout.places(), layout.number):
             with torch.no_grad():
                 values = block(linear, torch.tensor(start, device=device))
             yield place, values.narrow(layout.axis, place.start - start, place.stop - place.start)
