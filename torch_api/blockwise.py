@@ -347,7 +347,7 @@ def _leaner(matrix: Callable[[Any], Matrix], x: Any) -> Any:
         made = matrix(x).in_one()
         return made.whole(made.x), None
 
-    choices = as_torch(in_blocks, recompute=True), as_torch(in_one, recompute=True)
+    choices: Any = as_torch(in_blocks, recompute=True), as_torch(in_one, recompute=True)
     if is_transformed(()):
         return choices[0]
     program = choices[0].compiled(x)
