@@ -177,13 +177,17 @@ def run(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     return _evaluate(closed, args, bind)
 
 
+def run_whole(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    """The same, each convolution left whole: what it is made of elsewhere to be fast can take more memory."""
+    return _evaluate(closed, args, bind_whole)
+
+
 def channels_last(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays that computes the same, its convolutions with channels last."""
 
     def computed(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        outs = _evaluate(closed, args, bind_whole)
-        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+        return jax.tree.unflatten(jax.tree.structure(shape), run_whole(closed, *args))
 
     return computed
 

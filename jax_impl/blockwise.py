@@ -10,16 +10,19 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.flatten_util import ravel_pytree
 
 from .arguments import Function
-from .binding import channels_last
+from .binding import channels_last, run_whole
 from .execution import Traced, as_varying
 from .slices import write
 from .trees import PyTree, as_array, check_width, flatten, flatten_with_names, positive, structure, with_weak_type
 
 Unflatten: TypeAlias = Callable[[jax.Array], Any]
 Bar: TypeAlias = Callable[[Iterator[Any], int], Iterator[Any]]
+
+_LOOP_BYTES = 2**14  # more than a loop takes for itself: indices, starts, padding between buffers
 
 
 def jacobian(
@@ -362,17 +365,21 @@ class Layout:
 
         It needs ``number`` times what a block does, less twice the result: what is computed is the result itself, no
         block beside it, and what comes before lies in the memory of the result as long as this is free. In a loop it is
-        not: all but the first block find rows there.
+        not: all but the first block find rows there. A loop has costs of its own, too.
         """
-        return (taken - kept) * (self.number - 1) < 2 * math.prod(self.result_shape) * self.dtype.itemsize
+        block = taken - kept - _LOOP_BYTES
+        return block * (self.number - 1) < 2 * math.prod(self.result_shape) * self.dtype.itemsize
 
     def block(self, linear: Any, start: Any, size: int) -> jax.Array:
         """So many rows or columns, from the function that was linearised."""
         units = jnp.asarray(start + jnp.arange(size)[:, None] == jnp.arange(self.count), self.unit_dtype)
+        whole = size >= self.count  # then it is the program of jax.jacobian or jax.hessian, whose memory it takes
+        ready = (lambda fun: fun) if whole else channels_last
         if self.kind == "reverse":
-            values = jax.vmap(channels_last(lambda unit: linear(unit)[0]))(units.reshape(size, *self.outputs))
+            values = jax.vmap(ready(lambda unit: linear(unit)[0]))(units.reshape(size, *self.outputs))
         else:
-            values = jax.vmap(channels_last(linear), out_axes=-1 if self.axis else 0)(units).astype(self.dtype)
+            columns = whole or self.kind == "forward"
+            values = jax.vmap(ready(linear), out_axes=-1 if columns else 0)(units).astype(self.dtype)
         return with_weak_type(values, self)
 
     def places(self) -> Iterator[tuple[slice, int]]:
@@ -612,7 +619,9 @@ def _flat(f: Function, x: PyTree, checkpoint: bool) -> tuple[Function, Any, jax.
         moved = zip(jax.tree.leaves(unflatten(v)), leaves, strict=True)
         return f(treedef.unflatten([m if jnp.issubdtype(m.dtype, jnp.inexact) else leaf for m, leaf in moved]))
 
-    traced = Traced(of_vector, [vector])
+    # Within a loop, where a checkpoint is computed, convolutions need their channels last; outside XLA sees to that.
+    as_it_is = lambda closed, *args: jaxpr_as_fun(closed)(*args)
+    traced = Traced(of_vector, [vector], run_whole if checkpoint else as_it_is)
     if not jax.tree_util.treedef_is_leaf(traced.treedef):
         raise TypeError(f"f must return a single array, got {traced.treedef}. Join them: ravel_pytree(f(x))[0].")
     fun: Function = traced

@@ -25,18 +25,18 @@ VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
 class Traced:
     """A function of flat arrays, traced once and callable any number of times."""
 
-    def __init__(self, fun: Function, inputs: Sequence[Any]) -> None:
+    def __init__(self, fun: Function, inputs: Sequence[Any], run: Callable[..., list[Any]] = binding.run) -> None:
         self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*map(stand_in, inputs))
-        self.treedef = structure(self.output)
+        self.treedef, self.run = structure(self.output), run
 
     def __call__(self, *inputs: Any) -> PyTree:
         """The function's output."""
-        return self.treedef.unflatten(_call(self.closed, *inputs))
+        return self.treedef.unflatten(_call(self.closed, *inputs, run=self.run))
 
 
-def _call(closed: ClosedJaxpr, *inputs: Any) -> list[jax.Array]:
+def _call(closed: ClosedJaxpr, *inputs: Any, run: Callable[..., list[Any]] = binding.run) -> list[jax.Array]:
     """The jaxpr's outputs; a constant among them comes out as a Python number otherwise."""
-    outs = zip(binding.run(closed, *inputs), closed.out_avals, strict=True)
+    outs = zip(run(closed, *inputs), closed.out_avals, strict=True)
     arrays = [(x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype), aval) for x, aval in outs]
     return [with_weak_type(x, aval) for x, aval in arrays]
 

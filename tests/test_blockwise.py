@@ -274,6 +274,16 @@ def pairwise_energy(p):
     return jnp.sum(jnp.sqrt(squares + jnp.eye(len(points))))
 
 
+def strided(p):
+    """An image of one channel, whose convolution is computed by phases where time counts more than memory."""
+    image = ravel_pytree(p)[0].reshape(1, 1, 24, 17)
+    return jnp.sum(jnp.sin(jax.lax.conv(image, data(3, 1, 3, 3), (2, 2), "SAME")) ** 2)
+
+
+def largest(p):
+    return jnp.max(ravel_pytree(p)[0]) ** 2
+
+
 @pytest.mark.parametrize("derivative", [pytest.param(hessian_matrix, marks=pytest.mark.slow), jacobian_matrix])
 def test_blocks_are_the_largest_that_fit_the_bytes(derivative):
     options = (1, None) if derivative is hessian_matrix else ("forward", 1, None)
@@ -337,9 +347,10 @@ _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("f", "numbers"),
     [
-        (logsumexp, (2, 16)),
-        (network, (2, 16)),
+        (logsumexp, (2, 408)),
+        (strided, (1, 2)),
         *(_SLOW(f, NUMBERS) for f in (logsumexp, pairwise_energy, regression, network, logistic, attention)),
+        *(_SLOW(f, (*NUMBERS, 136, 204, 408)) for f in (strided, largest)),
     ],
 )
 def test_hessian_memory_is_never_more_than_that_of_the_whole(f, numbers):
