@@ -124,6 +124,40 @@ OF_ONE_CHANNEL = {
     "1d": ((2, 1, 17), (3, 1, 4), ("NCH", "OIH", "NCH"), {"window_strides": (3,), "padding": ((2, 1),)}),
     "3d": ((2, 1, 6, 7, 8), (3, 1, 3, 2, 4), ("NCDHW", "OIDHW", "NCDHW"), {"window_strides": (2, 2, 2)}),
 }
+SPREAD = {
+    "2d": ((2, 3, 5, 4), (4, 3, 3, 4), ("NCHW", "OIHW", "NCHW"), {"lhs_dilation": (2, 2), "padding": ((1, 2), (2, 1))}),
+    "channels last": (
+        (2, 5, 4, 3),
+        (2, 3, 3, 2),
+        ("NHWC", "HWIO", "NHWC"),
+        {"lhs_dilation": (3, 1), "padding": ((0, 1), (2, 0))},
+    ),
+    "mixed": (
+        (4, 2, 3, 5),
+        (3, 4, 2, 3),
+        ("WNCH", "IOHW", "HNWC"),
+        {"lhs_dilation": (2, 3), "padding": ((4, 0), (0, 5))},
+    ),
+    "kernel of one": (
+        (2, 3, 5, 4),
+        (4, 3, 1, 1),
+        ("NCHW", "OIHW", "NCHW"),
+        {"lhs_dilation": (3, 2), "padding": ((0, 0), (1, 2))},
+    ),
+    "cropped": (
+        (2, 3, 5, 6),
+        (4, 3, 2, 3),
+        ("NCHW", "OIHW", "NCHW"),
+        {"lhs_dilation": (2, 3), "padding": ((-1, -2), (3, -4))},
+    ),
+    "1d": ((2, 1, 6), (3, 1, 5), ("NCH", "OIH", "NCH"), {"lhs_dilation": (4,), "padding": ((3, 7),)}),
+    "3d": (
+        (2, 2, 3, 4, 2),
+        (3, 2, 3, 2, 2),
+        ("NCDHW", "OIDHW", "NCDHW"),
+        {"lhs_dilation": (2, 1, 3), "padding": ((1, 1), (0, 1), (2, 2))},
+    ),
+}
 OF_MANY_EXAMPLES = {
     "2d": ((70, 3, 12, 12), (4, 3, 3, 3), ("NCHW", "OIHW", "NCHW"), {"padding": "SAME"}),
     "channels last": ((90, 12, 12, 3), (3, 2, 3, 4), ("NHWC", "HWIO", "NHWC"), {}),
@@ -165,6 +199,28 @@ def test_a_strided_convolution_of_one_channel_takes_its_phases_as_channels(kind)
         slope = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))
         jax.tree.map(close, slope(ours)(x, w), slope(fun)(x, w))
         close(jax.vmap(ours, (None, 0))(x, jnp.stack([w, 2 * w]))[1], fun(x, 2 * w))
+
+
+@pytest.mark.parametrize("kind", few(SPREAD, "2d", "cropped"))
+def test_zeros_between_entries_are_not_multiplied(kind):
+    with jax.enable_x64(True):
+        fun, x, w = convolution(SPREAD, kind)
+        ours = functools.partial(bound, fun)
+        assert {max(dilation) for dilation in parameters(ours, "lhs_dilation", x, w)} == {1}
+        close(jax.jit(ours)(x, w), fun(x, w))
+        slope = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))
+        jax.tree.map(close, slope(ours)(x, w), slope(fun)(x, w))
+        close(jax.vmap(ours, (None, 0))(x, jnp.stack([w, 2 * w]))[1], fun(x, 2 * w))
+
+
+def test_the_input_gradient_of_a_strided_convolution_multiplies_no_zeros():
+    kind = {"": ((2, 3, 9, 9), (4, 3, 4, 4), ("NCHW", "OIHW", "NCHW"), {"window_strides": (2, 2)})}
+    with jax.enable_x64(True):
+        fun, x, w = convolution(kind, "")
+        slope = jax.grad(lambda x, w: jnp.sum(jnp.sin(fun(x, w))))
+        ours = functools.partial(bound, slope)
+        assert {max(dilation) for dilation in parameters(ours, "lhs_dilation", x, w)} == {1}
+        close(jax.jit(ours)(x, w), jax.jit(slope)(x, w))
 
 
 @pytest.mark.parametrize("kind", few(OF_MANY_EXAMPLES, "channels last"))
