@@ -129,11 +129,10 @@ def _in_phases(lhs: Any, rhs: Any, shape: Sequence[int], **params: Any) -> Any:
         padding.append((before, -(-out // d) - 1 + window - n - before))
         taps.append(window)
     rhs = jax.lax.pad(rhs, jnp.zeros((), rhs.dtype), [*edges, (0, 0, 0), (0, 0, 0)])
-    rhs = rhs.reshape(*(size for pair in zip(taps, dilation, strict=True) for size in pair), *rhs.shape[count:])
-    rhs = jax.lax.rev(rhs, range(1, 2 * count, 2))
-    rhs = rhs.transpose(*range(0, 2 * count, 2), 2 * count, *range(1, 2 * count, 2), 2 * count + 1)
     features = rhs.shape[-1]
-    rhs = rhs.reshape(*taps, rhs.shape[count], -1)
+    # Reversed, as the kernel's entries go down where the places go up.
+    rhs = jax.lax.rev(_phases_as_channels(rhs, 0, dilation), (count,))
+    rhs = jnp.moveaxis(rhs, count, -2).reshape(*taps, lhs.shape[-1], -1)
     plain = {"lhs_dilation": (1,) * count, "padding": tuple(padding), "dimension_numbers": _numbers(lhs.ndim)}
     out = _convolution(lhs, rhs, **params | plain)
     places = out.shape[1:-1]

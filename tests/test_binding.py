@@ -189,28 +189,26 @@ def close(found, want):
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-12 * scale)
 
 
-@pytest.mark.parametrize("kind", few(OF_ONE_CHANNEL, "2d", "uneven"))
-def test_a_strided_convolution_of_one_channel_takes_its_phases_as_channels(kind):
+def check_form(table, kind, name):
+    """Computed with all parameters of this name 1, a convolution has the same values and derivatives."""
     with jax.enable_x64(True):
-        fun, x, w = convolution(OF_ONE_CHANNEL, kind)
+        fun, x, w = convolution(table, kind)
         ours = functools.partial(bound, fun)
-        assert {max(strides) for strides in parameters(ours, "window_strides", x, w)} == {1}
+        assert {max(values) for values in parameters(ours, name, x, w)} == {1}
         close(jax.jit(ours)(x, w), fun(x, w))
         slope = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))
         jax.tree.map(close, slope(ours)(x, w), slope(fun)(x, w))
         close(jax.vmap(ours, (None, 0))(x, jnp.stack([w, 2 * w]))[1], fun(x, 2 * w))
+
+
+@pytest.mark.parametrize("kind", few(OF_ONE_CHANNEL, "2d", "uneven"))
+def test_a_strided_convolution_of_one_channel_takes_its_phases_as_channels(kind):
+    check_form(OF_ONE_CHANNEL, kind, "window_strides")
 
 
 @pytest.mark.parametrize("kind", few(SPREAD, "2d", "cropped"))
 def test_zeros_between_entries_are_not_multiplied(kind):
-    with jax.enable_x64(True):
-        fun, x, w = convolution(SPREAD, kind)
-        ours = functools.partial(bound, fun)
-        assert {max(dilation) for dilation in parameters(ours, "lhs_dilation", x, w)} == {1}
-        close(jax.jit(ours)(x, w), fun(x, w))
-        slope = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))
-        jax.tree.map(close, slope(ours)(x, w), slope(fun)(x, w))
-        close(jax.vmap(ours, (None, 0))(x, jnp.stack([w, 2 * w]))[1], fun(x, 2 * w))
+    check_form(SPREAD, kind, "lhs_dilation")
 
 
 def test_the_input_gradient_of_a_strided_convolution_multiplies_no_zeros():
