@@ -15,9 +15,19 @@ from jax.flatten_util import ravel_pytree
 
 from .arguments import Function
 from .binding import channels_last, run_whole
-from .execution import Traced, as_varying
+from .execution import Traced
 from .slices import write
-from .trees import PyTree, as_array, check_width, flatten, flatten_with_names, positive, structure, with_weak_type
+from .trees import (
+    PyTree,
+    as_array,
+    as_varying,
+    check_width,
+    flatten,
+    flatten_with_names,
+    positive,
+    structure,
+    with_weak_type,
+)
 
 Unflatten: TypeAlias = Callable[[jax.Array], Any]
 Bar: TypeAlias = Callable[[Iterator[Any], int], Iterator[Any]]

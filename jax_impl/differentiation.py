@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .arguments import Arguments, Function, Slot, read, slots, write
+from .one_by_one import named
 from .trees import as_array, dtype_of, flatten, flatten_with_names, outlined
 
 
@@ -53,7 +54,7 @@ def value_and_grad(
         return _checked_loss(fun(*new_args, **new_kwargs), has_aux)
 
     (value, aux), grads = jax.value_and_grad(loss, has_aux=True)([flat[i] for i in moving])
-    gradients = dict(zip(moving, grads, strict=True))
+    gradients = dict(zip(moving, named(grads), strict=True))
     zeros = {i: jnp.zeros(jnp.shape(x), dtype_of(x)) for i, x in enumerate(flat) if i not in gradients}
     gradients |= zeros
     return value, aux, treedef.unflatten([gradients[i] for i in range(len(flat))]), list(zeros.values())

@@ -17,7 +17,7 @@ from .arguments import Batch, Function
 from .factored import Explanation, Factored
 from .fitting import Output, bind, match
 from .partition import Plan
-from .trees import PyTree, check_width, flatten_with_names, outlined, stand_in, structure, varying_axes, with_weak_type
+from .trees import PyTree, as_varying, check_width, flatten_with_names, outlined, stand_in, structure, with_weak_type
 
 VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
 
@@ -145,27 +145,15 @@ def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: in
     main = _Mapped(example, example_shapes(batch), batch.axes)
     grads = flatten_with_names(main.output[-1], "")[0]
     flags = summed_outputs((*joined, AccumulationType.SUM), main)
-    paths = Factored(main.closed, batch.axes, flags).program.paths[-len(grads) :] if grads else []
+    by_factors = Factored(main.closed, batch.axes, flags)
+    paths = by_factors.program.paths[-len(grads) :] if grads else []
+    # Arrays that are made for one example after another are kept for one.
+    held = [1 if path.path == "materialised" and by_factors.split else rows for path in paths]
     return Explanation(
         {name: path for (name, _), path in zip(grads, paths, strict=True)},
         {name: int(g.size) * g.dtype.itemsize * rows for name, g in grads},
-        {name: path.stored * g.dtype.itemsize * rows for (name, g), path in zip(grads, paths, strict=True)},
+        {name: path.stored * g.dtype.itemsize * n for (name, g), path, n in zip(grads, paths, held, strict=True)},
     )
-
-
-def as_varying(step: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
-    """The carry of a loop with the types that a step gives it inside ``jax.shard_map``.
-
-    There, types tell over which mesh axes a value differs; zeros do not differ, what is added to them may.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return carry
-
-    def cast(start: jax.Array, end: Any) -> jax.Array:
-        axes = tuple(varying_axes(end) - varying_axes(jax.typeof(start)))
-        return jax.lax.pcast(start, axes, to="varying") if axes else start
-
-    return jax.tree.map(cast, carry, jax.eval_shape(step, carry))
 
 
 def _loop(step: Callable[[PyTree, Any], PyTree], carry: PyTree, plan: Plan) -> PyTree:
@@ -273,7 +261,7 @@ def bare_products(closed: ClosedJaxpr) -> frozenset[int]:
             eqn = makers[var]
             if eqn.primitive.name == "dot_general":
                 return True
-            if eqn.primitive.name not in ("transpose", "reshape", "squeeze"):
+            if eqn.primitive.name not in ("transpose", "reshape", "squeeze", "name"):
                 return False
             var = eqn.invars[0]
         return False

@@ -30,10 +30,11 @@ from .binding import bind, own_width
 from .inlining import batched_variables, evaluate, inline, pruned, scan_flags
 from .lazy import Lazy, Squares
 from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole
+from .one_by_one import dependents, split
 from .rules import ACCEPTS, RULES, adds, loop_sums
 from .sums import wide
 
-_REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice")
+_REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice", "name")
 _MOST_TERMS = 8  # terms that cannot be joined cost one product for each pair
 
 
@@ -361,6 +362,19 @@ class Rewritten:
         rest = iter(arrays)
         return [[next(rest) for _ in piece.flags] for piece in self.pieces]
 
+    def computed(self, variables: set[Any]) -> Rewritten:
+        """The same program, but that it returns arrays in the place of products in which one of the variables is."""
+        outs = self.groups(self.closed.jaxpr.outvars)
+        used = [any(not isinstance(v, Literal) and v in variables and v.aval.size > 1 for v in vs) for vs in outs]
+        pieces = [Piece([True], None, p.shape, p.dtype) if u else p for p, u in zip(self.pieces, used, strict=True)]
+
+        def run(*args: Any) -> list[Any]:
+            groups = zip(self.pieces, self.groups(evaluate(self.closed, *args)), used, strict=True)
+            return [x for p, arrays, u in groups for x in ([_of_one(p, arrays)] if u and p.terms else arrays)]
+
+        inputs = [jax.core.ShapedArray(v.aval.shape, v.aval.dtype) for v in self.closed.jaxpr.invars]
+        return Rewritten(jax.make_jaxpr(run)(*inputs), pieces, self.paths)
+
 
 def rewrite(closed: ClosedJaxpr, batched: Sequence[bool], wanted: Sequence[bool]) -> Rewritten:
     """Rewrite an inlined program so that it returns factors for the outputs that are wanted as sums."""
@@ -401,7 +415,7 @@ def _path_of(evaluator: _Evaluator, v: Any) -> Path:
     makers = {out: e for e in evaluator.jaxpr.eqns for out in e.outvars}
     while not isinstance(v, Literal) and v in makers and v not in evaluator.paths:
         e = makers[v]
-        if e.primitive.name not in ("transpose", "reshape", "squeeze", "convert_element_type", "neg", "copy"):
+        if e.primitive.name not in ("transpose", "reshape", "squeeze", "convert_element_type", "neg", "copy", "name"):
             break
         v = e.invars[0]
     if isinstance(v, Literal) or not evaluator.is_batched(v):
@@ -462,6 +476,21 @@ def _stacked(term: Term, arrays: Sequence[Any], stacked: Sequence[int | None], l
     axes = term.axes if axis is None else ((label,), *term.axes)
     rest = tuple(f for f in factors if f.labels)
     return term.replace(factors=rest, scale=scale, places=places, axes=axes, sizes=term.sizes | {label: length})
+
+
+def _of_one(piece: Piece, arrays: Sequence[Any]) -> jax.Array:
+    """The array of one example that a piece stands for."""
+    total = jnp.zeros(piece.shape, piece.dtype)
+    for i, term in enumerate(piece.terms or ()):
+        factors = [dataclasses.replace(f, array=arrays[f.array]) for f in term.factors]
+        places = {x: p if p.static else dataclasses.replace(p, index=arrays[p.index]) for x, p in term.places.items()}
+        part = dense(term.replace(factors=tuple(factors), places=places, scale=(), mask=None), wide(piece.dtype))
+        for f in term.scale:
+            part = part * arrays[f.array].astype(part.dtype)
+        if term.mask is not None:
+            part = jnp.where(arrays[term.mask], part, 0)
+        total = part.astype(piece.dtype) if i == 0 else total + part.astype(piece.dtype)
+    return total
 
 
 class ExampleSum:
@@ -543,6 +572,12 @@ class Factored:
         flat = inline(closed, consts_first=True)
         batched = [*[False] * self.count, *[True] * len(self.axes)]
         self.program = rewrite(flat, batched, summed)
+        self.split = None
+        if whole := dependents(self.program.closed, batched):
+            program = self.program.computed(whole)
+            arrays = [w and p.terms is None for p, w in zip(program.pieces, summed, strict=True) for _ in p.flags]
+            if one_by_one := split(program.closed, batched, arrays):
+                self.program, self.split = program, one_by_one
         self.out_axes = self._example_axes()
 
     def _example_axes(self) -> list[int | None]:
@@ -556,13 +591,16 @@ class Factored:
                 v = next(outvars)
                 moved = piece.terms is not None and not isinstance(v, Literal) and v in stacked and v.aval.ndim > 0
                 axes.append(None if not flag else 1 if moved else 0)
+        for place in self.split.places if self.split else ():
+            axes[place] = 0
         return axes
 
     def __call__(self, consts: Sequence[Any], *leaves: Any) -> list[Any]:
         """The outputs for a microbatch, the examples on axis 0."""
-        out_axes = self.out_axes
-        mapped = jax.vmap(lambda *x: evaluate(self.program.closed, *consts, *x), self.axes, out_axes)(*leaves)
-        rows = leaves[0].shape[self.axes[0]]
+        out_axes, rows = self.out_axes, leaves[0].shape[self.axes[0]]
+        closed, axes = (self.split.head, self.split.axes(out_axes)) if self.split else (self.program.closed, out_axes)
+        mapped = jax.vmap(lambda *x: evaluate(closed, *consts, *x), self.axes, axes)(*leaves)
+        mapped = self.split.run(mapped, rows) if self.split else mapped
         outs: list[Any] = []
         groups = zip(self.program.groups(mapped), self.program.groups(out_axes), strict=True)
         for piece, (arrays, axes) in zip(self.program.pieces, groups, strict=True):

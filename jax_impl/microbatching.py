@@ -261,8 +261,10 @@ def micro_grad(
     * Where ``transform_fn`` only scales by functions of norms, as :func:`clip_by_global_norm` and any hand-written
       clipping do, no example's gradient is computed: it stays the product that it is (see :func:`clipped_grad`), at
       the time and memory of the plain gradient of a microbatch. So it does without a transform.
-    * Otherwise peak memory is ``microbatch_size * (parameters + M(1)) + transformed gradient``, where ``M(1)`` is what
-      one example's gradient takes; not ``batch * parameters``.
+    * Otherwise, on a CPU, the gradients of a microbatch are made, transformed and added up one after another: peak
+      memory is ``microbatch_size * M(1)`` and a few times the parameters, where ``M(1)`` is what the loss of an
+      example and its derivatives keep of activations. Small gradients, and all of them on other devices, or where an
+      accumulator or ``metrics_fn`` keeps each, exist for a microbatch: ``microbatch_size * (parameters + M(1))``.
     * ``fun``, its derivative, ``transform_fn`` and ``metrics_fn`` are traced once at each call, for one example.
     * The loss has to be a function of each example by itself: what mixes examples (batch normalisation) sees one.
 

@@ -291,6 +291,7 @@ MOVES: dict[str, Callable[[Any, Any], Any]] = {
     "convert_element_type": _convert,
     "copy": _same,
     "copy_p": _same,
+    "name": _same,
     "rev": _reverse,
     "slice": _slice,
     "split": _split,

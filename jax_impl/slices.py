@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .execution import as_varying
-from .trees import PyTree
+from .trees import PyTree, as_varying
 
 
 def over_slices(step: Callable[[PyTree, Any, int], PyTree], carry: PyTree, count: int, size: int) -> PyTree:

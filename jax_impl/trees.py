@@ -84,14 +84,18 @@ def stand_in(x: Any) -> Any:
     return x
 
 
+def is_narrowed(dtype: Any) -> bool:
+    """Whether JAX narrows the type where a loop collects it: 64 bits in its 32-bit mode."""
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and jax.dtypes.canonicalize_dtype(dtype) != dtype
+
+
 def check_width(tree: PyTree, name: str) -> None:
     """Raise a TypeError for a leaf whose type JAX would narrow where a loop collects it."""
     for path, leaf in flatten_with_names(tree, name)[0]:
-        dtype = leaf.dtype
-        if not jnp.issubdtype(dtype, jax.dtypes.extended) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        if is_narrowed(leaf.dtype):
             raise TypeError(
-                f"{path} is {dtype.name}, which JAX narrows in its 32-bit mode. Call this under jax.enable_x64(True), "
-                "or cast it in the function."
+                f"{path} is {leaf.dtype.name}, which JAX narrows in its 32-bit mode. Call this under "
+                "jax.enable_x64(True), or cast it in the function."
             )
 
 
@@ -100,6 +104,21 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     # Some releases name it `vma`.
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", None) or ())
+
+
+def as_varying(step: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
+    """The carry of a loop with the types that a step gives it inside ``jax.shard_map``.
+
+    There, types tell over which mesh axes a value differs; zeros do not differ, what is added to them may.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return carry
+
+    def cast(start: jax.Array, end: Any) -> jax.Array:
+        axes = tuple(varying_axes(end) - varying_axes(jax.typeof(start)))
+        return jax.lax.pcast(start, axes, to="varying") if axes else start
+
+    return jax.tree.map(cast, carry, jax.eval_shape(step, carry))
 
 
 def as_array(leaf: Any, name: str, hint: str = "Leave it out of the batch arguments.") -> jax.Array:
