@@ -241,9 +241,9 @@ def micro_grad(
 
     What differs: the loop is one compiled program. Where ``transform_fn`` only scales by functions of norms, as
     :func:`clip_by_global_norm` and hand-written clipping do, no example's gradient is computed and the cost is that of
-    a plain gradient (see :func:`clipped_grad`). Otherwise, on a CPU, the gradients of a microbatch are made, transformed
-    and added up one after another, and peak memory is the loss's of ``microbatch_size`` examples and a few gradients;
-    on other devices, or where an accumulator or ``metrics_fn`` keeps each, it is ``microbatch_size`` gradients.
+    a plain gradient (see :func:`clipped_grad`). Otherwise, on a CPU, the gradients of a microbatch are made,
+    transformed and added up one after another, and peak memory is the loss's of ``microbatch_size`` examples and a few
+    gradients; on other devices, or where an accumulator or ``metrics_fn`` keeps each, ``microbatch_size`` gradients.
     Any torch code can be the loss: recurrent layers, attention, ``torch.autograd.grad`` inside.
 
     Parameters are a tensor or any tree of tensors: ``dict(model.named_parameters())`` with
