@@ -76,7 +76,7 @@ def accumulate(
 
     aggregate = lambda *leaves: accumulator.aggregate(main(*leaves))
     if factored and isinstance(main, _Mapped):
-        aggregate = _by_factors(main, batch, summed_outputs(accumulators, main), accumulator.aggregate)
+        aggregate = _by_factors(main, batch, summed_outputs(accumulators, main), accumulator.aggregate, plan.full > 1)
 
     def step(carry: PyTree, index: int | jax.Array) -> PyTree:
         if plan.real is None or isinstance(plan.real, int):
@@ -108,12 +108,12 @@ def summed_outputs(accumulators: AccumulatorTree, traced: Traced) -> list[bool]:
 
 
 def _by_factors(
-    main: _Mapped, batch: Batch, summed: Sequence[bool], aggregate: Callable[[PyTree], PyTree]
+    main: _Mapped, batch: Batch, summed: Sequence[bool], aggregate: Callable[[PyTree], PyTree], in_loop: bool
 ) -> Callable[..., PyTree]:
     """``aggregate(main(*leaves))`` by factors; its derivative is that of the plain computation."""
     closed, axes = main.closed, tuple(batch.axes)
     consts, count = closed.consts, len(closed.consts)
-    by_factors = Factored(closed, axes, summed)
+    by_factors = Factored(closed, axes, summed, in_loop)
 
     def fast(*flat: Any) -> PyTree:
         return aggregate(main.treedef.unflatten(by_factors(flat[:count], *flat[count:])))
@@ -145,7 +145,7 @@ def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: in
     main = _Mapped(example, example_shapes(batch), batch.axes)
     grads = flatten_with_names(main.output[-1], "")[0]
     flags = summed_outputs((*joined, AccumulationType.SUM), main)
-    by_factors = Factored(main.closed, batch.axes, flags)
+    by_factors = Factored(main.closed, batch.axes, flags, in_loop=False)
     paths = by_factors.program.paths[-len(grads) :] if grads else []
     # Arrays that are made for one example after another are kept for one.
     held = [1 if path.path == "materialised" and by_factors.split else rows for path in paths]

@@ -17,6 +17,7 @@ For layers with hooks this is known as ghost norms (Li et al., 2021, arXiv:2110.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from .lazy import Lazy, Squares
 from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole
 from .one_by_one import dependents, split
 from .rules import ACCEPTS, RULES, adds, loop_sums
-from .sums import wide
+from .sums import Sum, wide
 
 _REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice", "name")
 _MOST_TERMS = 8  # terms that cannot be joined cost one product for each pair
@@ -493,43 +494,43 @@ def _of_one(piece: Piece, arrays: Sequence[Any]) -> jax.Array:
     return total
 
 
-class ExampleSum:
-    """Per-example arrays ``[rows, ...]`` that exist only as factors; they can be summed over the examples."""
+def _sum_of(piece: Piece, arrays: Sequence[Any], axes: Sequence[int | None], rows: int, after: Any) -> jax.Array:
+    """The sum over the examples of the arrays that a piece stands for, computed after another one if given."""
+    total = jnp.zeros(piece.shape, wide(piece.dtype))
+    for i, term in enumerate(piece.terms or ()):
+        part = _sum_of_term(term, arrays, axes, rows, after, total.dtype)
+        total = part if i == 0 else total + part
+    return total
 
-    def __init__(self, piece: Piece, arrays: Sequence[Any], axes: Sequence[int | None], rows: int) -> None:
-        self.piece, self.arrays, self.axes, self.rows = piece, arrays, axes, rows
-        self.shape, self.dtype = (rows, *piece.shape), piece.dtype
 
-    def sum_rows(self, dtype: Any) -> jax.Array:
-        """The sum over the examples, ``[...]``."""
-        total = jnp.zeros(self.piece.shape, dtype)
-        for i, term in enumerate(self.piece.terms or ()):
-            part = self._sum(term, wide(dtype)).astype(dtype)
-            total = part if i == 0 else total + part
-        return total
-
-    def _sum(self, term: Term, dtype: Any) -> jax.Array:
-        weight = jnp.ones((), dtype)
-        for f in term.scale:
-            weight = weight * self.arrays[f.array].astype(dtype)
-        mask = None if term.mask is None else self.arrays[term.mask]
-        bare = term.replace(scale=(), mask=None)
-        product = _stacked(bare, self.arrays, self.axes, self.rows, None)
-        label = next(x for x in product.sizes if x not in term.sizes)
-        own = sum(label in f.labels for f in product.factors)
-        if not own and not any(label in p.labels for p in product.places.values()):
-            kept = weight if mask is None else jnp.where(mask, weight, 0)
-            return dense(product, dtype) * (jnp.sum(kept) if kept.ndim else kept * self.rows)
-        # A single factor is masked as it is weighted. XLA then adds what is scattered to the sum of the microbatches
-        # in place; a bias better shares what its layer weighs.
-        if mask is None or (product.places and own < 2):
-            return dense(_weighted(product, label, weight, mask), dtype)
-        # Zero times NaN is NaN: what a masked example holds has to be erased from each factor, which takes a copy.
-        return jax.lax.cond(
-            jnp.all(mask),
-            lambda: dense(_weighted(product, label, weight, None), dtype),
-            lambda: dense(_weighted(product, label, weight, mask), dtype),
-        )
+def _sum_of_term(
+    term: Term, arrays: Sequence[Any], axes: Sequence[int | None], rows: int, after: Any, dtype: Any
+) -> jax.Array:
+    weight = jnp.ones((), dtype)
+    for f in term.scale:
+        weight = weight * arrays[f.array].astype(dtype)
+    if after is not None and term.scale:
+        # Never so, which XLA cannot know. It computes independent products all before it adds the first to the sum of
+        # the microbatches, and keeps them side by side.
+        entry = after[(0,) * after.ndim].astype(dtype)
+        weight = jnp.where(jnp.isnan(entry) & (entry > 0), entry, weight)
+    mask = None if term.mask is None else arrays[term.mask]
+    product = _stacked(term.replace(scale=(), mask=None), arrays, axes, rows, None)
+    label = next(x for x in product.sizes if x not in term.sizes)
+    own = sum(label in f.labels for f in product.factors)
+    if not own and not any(label in p.labels for p in product.places.values()):
+        kept = weight if mask is None else jnp.where(mask, weight, 0)
+        return dense(product, dtype) * (jnp.sum(kept) if kept.ndim else kept * rows)
+    # A single factor is masked as it is weighted. XLA then adds what is scattered to the sum of the microbatches in
+    # place; a bias better shares what its layer weighs.
+    if mask is None or (product.places and own < 2):
+        return dense(_weighted(product, label, weight, mask), dtype)
+    # Zero times NaN is NaN: what a masked example holds has to be erased from each factor, which takes a copy.
+    return jax.lax.cond(
+        jnp.all(mask),
+        lambda: dense(_weighted(product, label, weight, None), dtype),
+        lambda: dense(_weighted(product, label, weight, mask), dtype),
+    )
 
 
 def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
@@ -564,11 +565,12 @@ def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
 class Factored:
     """A program of one example, ``(constants, leaves) -> outputs``, mapped over microbatches of any size.
 
-    Outputs that are only to be summed over the examples come out as :class:`ExampleSum` where they have factors.
+    Outputs that are only to be summed over the examples come out as :class:`Sum` where they have factors.
     """
 
-    def __init__(self, closed: ClosedJaxpr, axes: Sequence[int], summed: Sequence[bool]) -> None:
+    def __init__(self, closed: ClosedJaxpr, axes: Sequence[int], summed: Sequence[bool], in_loop: bool) -> None:
         self.count, self.axes = len(closed.consts), tuple(axes)
+        self.in_order = in_loop and jax.default_backend() == "cpu"
         flat = inline(closed, consts_first=True)
         batched = [*[False] * self.count, *[True] * len(self.axes)]
         self.program = rewrite(flat, batched, summed)
@@ -601,13 +603,36 @@ class Factored:
         closed, axes = (self.split.head, self.split.axes(out_axes)) if self.split else (self.program.closed, out_axes)
         mapped = jax.vmap(lambda *x: evaluate(closed, *consts, *x), self.axes, axes)(*leaves)
         mapped = self.split.run(mapped, rows) if self.split else mapped
+        groups = list(zip(self.program.groups(mapped), self.program.groups(out_axes), strict=True))
+        sums = self._sums(groups, rows)
         outs: list[Any] = []
-        groups = zip(self.program.groups(mapped), self.program.groups(out_axes), strict=True)
-        for piece, (arrays, axes) in zip(self.program.pieces, groups, strict=True):
-            if piece.terms is not None:
-                # Else XLA computes the factors once more, fused with their weighting, and keeps all that this takes.
-                outs.append(ExampleSum(piece, [jax.lax.optimization_barrier(array) for array in arrays], axes, rows))
+        for i, (piece, (arrays, _)) in enumerate(zip(self.program.pieces, groups, strict=True)):
+            if i in sums:
+                outs.append(sums[i])
             else:
                 array = arrays[0]
                 outs.append(array if piece.flags[0] else jnp.broadcast_to(array, (rows, *array.shape)))
         return outs
+
+    def _sums(self, groups: Sequence[tuple[list[Any], list[int | None]]], rows: int) -> dict[int, Sum]:
+        """The sums of the pieces that are factors, in a loop on CPU one after another; see :func:`_sum_of_term`."""
+        pieces = self.program.pieces
+        variables = self.program.groups(self.program.closed.jaxpr.outvars)
+        sums: dict[int, Sum] = {}
+        last = None
+        waited: dict[Any, Any] = {}  # factor -> what its sum waited for: others can share the weighted factor
+        for i in sorted(range(len(pieces)), key=lambda i: -math.prod(pieces[i].shape)):
+            terms = pieces[i].terms
+            if terms is None:
+                continue
+            # Else XLA computes the factors once more, fused with their weighting, and keeps all that this takes.
+            arrays = [jax.lax.optimization_barrier(array) for array in groups[i][0]]
+            factors = [v for v in variables[i] if not isinstance(v, Literal) and v.aval.size > 1]
+            after = next((waited[v] for v in factors if v in waited), last)
+            waited.update((v, after) for v in factors)
+            total = _sum_of(pieces[i], arrays, groups[i][1], rows, after)
+            sums[i] = Sum(total, rows, pieces[i].dtype)
+            # What is scattered is added in place, and nothing should read it before.
+            if self.in_order and total.size and not any(t.places for t in terms):
+                last = total
+        return sums

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .inlining import batched_variables, evaluate, pruned
-from .sums import wide
+from .sums import Sum, wide
 from .trees import PyTree, as_varying, is_narrowed
 
 _NAME = "microtome.gradient"
@@ -81,24 +81,6 @@ class Split:
         for place, flag in zip(self.places, self.summed, strict=True):
             outs.insert(place, next(sums) if flag else next(others))
         return outs
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """The sum over examples of arrays ``[rows, ...]`` that never existed together."""
-
-    total: jax.Array
-    rows: int
-    dtype: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the arrays together."""
-        return (self.rows, *self.total.shape)
-
-    def sum_rows(self, dtype: Any) -> jax.Array:
-        """The sum over the examples, ``[...]``."""
-        return self.total.astype(dtype)
 
 
 def dependents(closed: ClosedJaxpr, batched: Sequence[bool]) -> set[Any]:
