@@ -127,6 +127,7 @@ class _Evaluator:
             for v in e.invars:
                 if not isinstance(v, Literal):
                     self.uses.setdefault(v, []).append(e)
+        self.makers = {v: e for e in self.jaxpr.eqns for v in e.outvars}
         self.env: dict[Any, Any] = {}
         self.scalars: dict[Any, Any] = {}  # variables that repeat one number -> that number
         constants = zip(self.jaxpr.constvars, closed.consts, strict=True)
@@ -413,7 +414,7 @@ def _describe(value: Lazy) -> str:
 
 def _path_of(evaluator: _Evaluator, v: Any) -> Path:
     """How an output that is an array came about: from where it was made, moves of axes aside."""
-    makers = {out: e for e in evaluator.jaxpr.eqns for out in e.outvars}
+    makers = evaluator.makers
     while not isinstance(v, Literal) and v in makers and v not in evaluator.paths:
         e = makers[v]
         if e.primitive.name not in ("transpose", "reshape", "squeeze", "convert_element_type", "neg", "copy", "name"):

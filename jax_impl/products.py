@@ -188,11 +188,21 @@ def _square(ev: Any, e: Any) -> Squares:
     return Squares(lazy(ev, e.invars[0]))
 
 
+def _unmoved(ev: Any, v: Any) -> Lazy:
+    """An operand from before its axes were moved for this product alone: the copy is then not made."""
+    makes = None if isinstance(v, Literal) else ev.makers.get(v)
+    if makes is None or makes.primitive.name != "transpose" or not ev.is_batched(v) or len(ev.uses[v]) > 1:
+        return lazy(ev, v)
+    order = makes.params["permutation"]
+    before = _unmoved(ev, makes.invars[0])
+    return before.map(lambda t: t.replace(axes=tuple(t.axes[i] for i in order)), v.aval.shape)
+
+
 def _dot(ev: Any, e: Any) -> Any:
     left, right = e.invars
     (contract_l, contract_r), (batch_l, batch_r) = e.params["dimension_numbers"]
     held = [isinstance(ev.read(v), Lazy) for v in e.invars]
-    a, b = lazy(ev, left), lazy(ev, right)
+    a, b = _unmoved(ev, left), _unmoved(ev, right)
     out = e.outvars[0].aval
     if not out.shape and all(held):
         order = sorted(range(len(contract_l)), key=lambda i: contract_l[i])

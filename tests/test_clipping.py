@@ -294,6 +294,16 @@ def test_what_no_rule_covers_is_materialised_alone_and_said():
     assert "sign" in signs.explain(params, ROWS_OF).paths["['b']"].reason
 
 
+def test_an_operand_is_kept_from_before_its_axes_were_moved():
+    """The moved copy, which nothing else reads, is then not made."""
+    loss = lambda p, x: jnp.sum(jnp.sort(jnp.swapaxes(x @ p["w"], 1, 2), axis=-1)[..., 1:] ** 2)
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(12, 20)), jnp.float32)}
+    rows = jnp.asarray(np.random.default_rng(1).normal(size=(3, 7, 12)), jnp.float32)
+    fun = clipped_grad(loss, l2_clip_norm=0.5)
+    assert fun.explain(params, rows).paths["['w']"].reason == "product of [1, 20, 7] x [1, 7, 12]"
+    assert_same(fun(params, rows), expected(materialised(loss, params, rows), 0.5)[0])
+
+
 @pytest.mark.parametrize("name", [_SLOW("dense"), _SLOW("attention"), _SLOW("lstm_in_a_scan"), "weight_normalisation"])
 def test_derivatives_are_those_of_the_plain_computation(name):
     case = CASES[name]
