@@ -65,10 +65,7 @@ def temporary(fun, *args):
     return jax.jit(lambda *a: fun(*a)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-_QUICK = (
-    "dense", "attention", "lstm_in_a_scan", "weight_normalisation", "embedding_tied_to_the_output",
-    "convolution_of_few_channels",
-)  # fmt: skip
+_QUICK = ("lstm_in_a_scan", "weight_normalisation", "embedding_tied_to_the_output", "convolution_of_few_channels")
 _OTHERS = [name for name in CASES if name not in _QUICK]
 
 
@@ -133,13 +130,13 @@ largest = Accumulator(
     [
         {"microbatch_size": 3, "remainder": "run"},
         {"microbatch_size": 1, "accumulator": AccumulationType.MEAN},
-        {"microbatch_size": 4, "remainder": "run", "accumulator": AccumulationType.RUNNING_MEAN},
+        _SLOW({"microbatch_size": 4, "remainder": "run", "accumulator": AccumulationType.RUNNING_MEAN}),
         {"accumulator": AccumulationType.CONCAT},
-        {"microbatch_size": 5, "accumulator": largest},
-        {"microbatch_size": 2, "num_real_microbatches": 3},
+        _SLOW({"microbatch_size": 5, "accumulator": largest}),
+        _SLOW({"microbatch_size": 2, "num_real_microbatches": 3}),
         {"microbatch_size": 2, "accumulator": {"w": AccumulationType.SUM, "b": largest, "v": AccumulationType.CONCAT}},
         {"microbatch_size": 2, "metrics_fn": norm},
-        {"microbatch_size": 2, "metrics_fn": lambda g: g},
+        _SLOW({"microbatch_size": 2, "metrics_fn": lambda g: g}),
     ],
     ids=lambda options: ", ".join(options),
 )
@@ -213,7 +210,7 @@ def test_what_is_printed_is_printed_for_each_example(always, capfd):
     assert_same(got, expected(loss_of, entries, params_of(), rows_of(3)))
 
 
-@pytest.mark.parametrize("size", [1, 4, None])
+@pytest.mark.parametrize("size", [_SLOW(1), 4, _SLOW(None)])
 def test_torch_losses_with_integer_labels(size, always):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Flatten(), torch.nn.Linear(24, 5))
