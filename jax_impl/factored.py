@@ -372,7 +372,7 @@ class Rewritten:
 
         def run(*args: Any) -> list[Any]:
             groups = zip(self.pieces, self.groups(evaluate(self.closed, *args)), used, strict=True)
-            return [x for p, arrays, u in groups for x in ([_of_one(p, arrays)] if u and p.terms else arrays)]
+            return [x for p, arrays, u in groups for x in ([_unpacked(p, arrays).dense()] if u and p.terms else arrays)]
 
         inputs = [jax.core.ShapedArray(v.aval.shape, v.aval.dtype) for v in self.closed.jaxpr.invars]
         return Rewritten(jax.make_jaxpr(run)(*inputs), pieces, self.paths)
@@ -457,6 +457,20 @@ def _packed(value: Lazy) -> tuple[list[tuple[Any, bool]], tuple[Term, ...]]:
     return arrays, tuple(terms)
 
 
+def _unpacked(piece: Piece, arrays: Sequence[Any]) -> Lazy:
+    """The value of one example that a piece stands for."""
+    terms = [
+        t.replace(
+            factors=tuple(dataclasses.replace(f, array=arrays[f.array]) for f in t.factors),
+            places={x: p if p.static else dataclasses.replace(p, index=arrays[p.index]) for x, p in t.places.items()},
+            scale=tuple(dataclasses.replace(f, array=arrays[f.array]) for f in t.scale),
+            mask=None if t.mask is None else arrays[t.mask],
+        )
+        for t in piece.terms or ()
+    ]
+    return Lazy(piece.shape, piece.dtype, tuple(terms))
+
+
 def _stacked(term: Term, arrays: Sequence[Any], stacked: Sequence[int | None], length: int, axis: Label | None) -> Term:
     """A packed term with its arrays, each stacked along an axis or not; they are summed, or stay apart as an axis."""
     label = new_label() if axis is None else axis
@@ -478,21 +492,6 @@ def _stacked(term: Term, arrays: Sequence[Any], stacked: Sequence[int | None], l
     axes = term.axes if axis is None else ((label,), *term.axes)
     rest = tuple(f for f in factors if f.labels)
     return term.replace(factors=rest, scale=scale, places=places, axes=axes, sizes=term.sizes | {label: length})
-
-
-def _of_one(piece: Piece, arrays: Sequence[Any]) -> jax.Array:
-    """The array of one example that a piece stands for."""
-    total = jnp.zeros(piece.shape, piece.dtype)
-    for i, term in enumerate(piece.terms or ()):
-        factors = [dataclasses.replace(f, array=arrays[f.array]) for f in term.factors]
-        places = {x: p if p.static else dataclasses.replace(p, index=arrays[p.index]) for x, p in term.places.items()}
-        part = dense(term.replace(factors=tuple(factors), places=places, scale=(), mask=None), wide(piece.dtype))
-        for f in term.scale:
-            part = part * arrays[f.array].astype(part.dtype)
-        if term.mask is not None:
-            part = jnp.where(arrays[term.mask], part, 0)
-        total = part.astype(piece.dtype) if i == 0 else total + part.astype(piece.dtype)
-    return total
 
 
 def _sum_of(piece: Piece, arrays: Sequence[Any], axes: Sequence[int | None], rows: int, after: Any) -> jax.Array:

@@ -94,8 +94,7 @@ def _of_scan(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
 
 ACCEPTS: dict[str, Accepts] = {
     **{name: _if_lazy(0) for name in ("transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type")},
-    "name": _if_lazy(0),
-    **{name: _if_lazy(0) for name in ("copy", "copy_p", "rev", "slice", "pad", "neg", "div")},
+    **{name: _if_lazy(0) for name in ("copy", "copy_p", "name", "rev", "slice", "pad", "neg", "div")},
     **{name: _if_lazy() for name in ("add", "add_any", "sub", "concatenate", "stack")},
     "dynamic_update_slice": _if_lazy(0, 1),
     "scatter": _of_scatter,
