@@ -274,7 +274,8 @@ def clipped_backward(
 
     Args:
         model: the module whose parameters are trained.
-        loss_fn: ``loss_fn(model, *batch) -> []`` on a batch of one example; it has to call the model that it gets.
+        loss_fn: ``loss_fn(model, *batch, **named) -> []`` on a batch of one example; it has to call the model that it
+            gets.
         max_grad_norm: the clip norm, a positive number or a tensor ``[]`` that may change.
         noise_multiplier: standard deviation of the noise in units of the clip norm.
         expected_batch_size: what to divide by; by default the number of examples in the batch, without padding. With
@@ -284,8 +285,9 @@ def clipped_backward(
         nan_safe: count examples whose gradient is not finite as zero.
 
     Returns:
-        ``(*batch, is_padding_example=None) -> ClippedAux``, with the losses as ``values``, ``[batch]``, and
-        ``grad_norms`` before clipping, both without the rows of padding; both are as private as the data.
+        ``(*batch, is_padding_example=None, **named) -> ClippedAux``, with the losses as ``values``, ``[batch]``, and
+        ``grad_norms`` before clipping, both without the rows of padding; both are as private as the data. ``compiled``
+        and ``explain`` are those of :func:`clipped_grad`, with the arguments of this function.
 
     Raises:
         TypeError, ValueError: as :func:`clipped_grad`; a ``noise_multiplier`` that is negative; no parameter to train;
@@ -306,53 +308,64 @@ def clipped_backward(
         raise ValueError(f"expected_batch_size must be positive, got {expected_batch_size}.")
     jax_impl.clip_by_global_norm(_numbers(max_grad_norm))
     whole = _WithLoss(model, loss_fn)
-    steps: dict[int, Any] = {}
     noisy: list[weakref.ref[torch.Tensor]] = []  # the .grad tensors that the last call added noise to
 
-    def loss(params: Any, *batch: Any) -> torch.Tensor:
-        return torch.func.functional_call(whole, params, batch)
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        args, kwargs = batch
+        return torch.func.functional_call(whole, {"model." + k: p for k, p in params.items()}, args, kwargs)
 
-    def backward(*batch: Any, is_padding_example: torch.Tensor | None = None) -> ClippedAux:
-        params = {"model." + k: p for k, p in model.named_parameters() if p.requires_grad}
+    step = clipped_grad(
+        loss,
+        l2_clip_norm=max_grad_norm,
+        return_values=True,
+        return_grad_norms=True,
+        microbatch_size=microbatch_size,
+        nan_safe=nan_safe,
+    )
+
+    def trained() -> dict[str, torch.nn.Parameter]:
+        params = {k: p for k, p in model.named_parameters() if p.requires_grad}
         if not params:
             raise ValueError("model has no parameter that requires a gradient.")
+        return params
+
+    def backward(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> ClippedAux:
+        params = trained()
         _check_one_process(loss)
         if any(p.grad is not None and any(p.grad is ref() for ref in noisy) and p.grad.any() for p in params.values()):
             raise RuntimeError(
                 "an earlier call has left a gradient with noise in .grad, and a step takes noise once. Call "
                 "optimizer.zero_grad() before each call; for a batch that does not fit, pass microbatch_size."
             )
-        if len(batch) not in steps:
-            steps[len(batch)] = clipped_grad(
-                loss,
-                l2_clip_norm=max_grad_norm,
-                batch_argnums=tuple(range(1, 1 + len(batch))),
-                return_values=True,
-                return_grad_norms=True,
-                microbatch_size=microbatch_size,
-                nan_safe=nan_safe,
-            )
         with torch.no_grad():
-            grads, aux = steps[len(batch)](params, *batch, is_padding_example=is_padding_example)
+            grads, aux = step(params, (batch, named), is_padding_example=is_padding_example)
             if is_padding_example is not None:
                 real = ~torch.as_tensor(is_padding_example, device=aux.values.device)
                 aux = aux._replace(values=aux.values[real], grad_norms=aux.grad_norms[real])
             count = len(aux.values) if expected_batch_size is None else expected_batch_size
             if not count:
                 raise ValueError("the batch is empty, so its mean is not defined. Pass expected_batch_size.")
-            for grad in grads.values():
+            for name, grad in grads.items():
                 if noise_multiplier:
                     noise = torch.randn(grad.shape, dtype=_wide(grad), device=grad.device, generator=generator)
                     grad += noise * (noise_multiplier * max_grad_norm)
                 grad /= count
-            first = {k.removeprefix("model."): g for k, g in grads.items() if params[k].grad is None}
-            for name in grads.keys() - {"model." + k for k in first}:
-                params[name].grad += grads[name]
-        assign_grads(model, first)
+                if params[name].grad is None:
+                    params[name].grad = grad
+                else:
+                    params[name].grad += grad
         noisy[:] = [weakref.ref(p.grad) for p in params.values() if noise_multiplier and p.grad is not None]
         return aux
 
-    return backward
+    def compiled(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> Any:
+        return step.compiled(trained(), (batch, named), is_padding_example=is_padding_example)
+
+    def explain(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> Any:
+        return step.explain(trained(), (batch, named), is_padding_example=is_padding_example)
+
+    call: Any = backward
+    call.compiled, call.explain = compiled, explain
+    return call
 
 
 class _WithLoss(torch.nn.Module):
@@ -362,8 +375,8 @@ class _WithLoss(torch.nn.Module):
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
 
-    def forward(self, *batch: Any) -> torch.Tensor:
-        return self.loss_fn(self.model, *batch)
+    def forward(self, *batch: Any, **named: Any) -> torch.Tensor:
+        return self.loss_fn(self.model, *batch, **named)
 
 
 def _check_one_process(fun: Any) -> None:
@@ -375,8 +388,8 @@ def _check_one_process(fun: Any) -> None:
             raise ValueError(
                 f"{name} shares its parameters with other processes, and each would be left with the gradient of its "
                 "own examples. Keep the module as it was before it was wrapped: take its clipped_grad, sum the "
-                "gradients over the processes by torch.distributed.all_reduce, add the same noise in each, and write them by "
-                "assign_grads."
+                "gradients over the processes by torch.distributed.all_reduce, add the same noise in each, and write them "
+                "by assign_grads."
             )
 
 
