@@ -17,7 +17,7 @@ from jax.experimental.layout import Format, Layout
 from .bounds import Failures
 from .captures import Walk
 from .context import Call, running
-from .differentiation import independent_outputs
+from .differentiation import dependent_outputs
 from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
@@ -213,7 +213,8 @@ class Program:
 
         traced = jax.jit(forward).trace(_KEY, *avals)
         self.saved: list[int] = []
-        self.moving = [_inexact(aval.dtype) for aval in traced.out_info[0]]
+        depends = dependent_outputs(traced.jaxpr, [False, *self.need])
+        self.moving = [d and _inexact(aval.dtype) for d, aval in zip(depends, traced.out_info[0], strict=False)]
         self.absent_outputs = self._zero_gradients(flat, traced)
         self._forward = None if call.missing else traced.lower().compile()
 
@@ -244,7 +245,7 @@ class Program:
         if call.missing:
             return
         pulled = jax.jit(backward).trace([avals[i] for i in self.saved], residuals, outputs)
-        self._absent = independent_outputs(pulled.jaxpr, len(self.saved) + len(residuals))
+        self._absent = _independent(pulled.jaxpr, len(self.saved) + len(residuals))
         self._forward, self._backward = traced.lower().compile(), pulled.lower().compile()
 
     @staticmethod
@@ -252,7 +253,7 @@ class Program:
         """Which outputs are gradients that do not depend on the cotangents: these are zero, and torch says None."""
         if flat.first_cotangent is None:
             return []
-        return independent_outputs(traced.jaxpr, flat.first_cotangent + 1)[: len(traced.out_info[0])]
+        return _independent(traced.jaxpr, flat.first_cotangent + 1)[: len(traced.out_info[0])]
 
     def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
         """Outputs and residuals; buffers are updated."""
@@ -277,6 +278,11 @@ class Program:
     def memory_analysis(self) -> Any:
         """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""
         return self._forward.memory_analysis()  # type: ignore[union-attr]
+
+
+def _independent(jaxpr: Any, first: int) -> list[bool]:
+    """Which results do not depend on the inputs from ``first`` on."""
+    return [not d for d in dependent_outputs(jaxpr, [i >= first for i in range(len(jaxpr.in_avals))])]
 
 
 def _inexact(dtype: Any) -> bool:

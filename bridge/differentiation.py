@@ -467,10 +467,9 @@ for _primitive in (torch_call_p, torch_linear_p):
 ad.primitive_transposes[torch_linear_p] = _transpose
 
 
-def independent_outputs(jaxpr: Any, first: int) -> list[bool]:
-    """Which results of a closed jaxpr do not depend on its inputs from ``first`` on."""
-    jaxpr = jaxpr.jaxpr
-    return [not d for d in _depend(jaxpr, [i >= first for i in range(len(jaxpr.invars))])]
+def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Which results of a closed jaxpr depend on the inputs that are named."""
+    return _depend(jaxpr.jaxpr, inputs)
 
 
 def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:

@@ -1212,3 +1212,19 @@ def test_derivatives_of_a_call_within_a_call_with_captured_parameters() -> None:
     torch.testing.assert_close(mt.lift(jax.grad)(call)(x), (x * w).cos() * w)
     expected = func.hessian(lambda rows: (rows * w).sin().sum())(x).reshape(12, 12)
     torch.testing.assert_close(mt.hessian(call, x)[0], expected)
+
+
+def test_results_for_detached_parameters_do_not_require_grad():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    detached = {k: p.detach().clone() for k, p in model.named_parameters()}
+    x = torch.randn(4, 3)
+    loss = lambda p, x: torch.func.functional_call(model, p, (x,)).square().sum()
+    calls = (
+        lambda p: mt.micro_grad(loss, microbatch_size=2)(p, x)[0],
+        lambda p: mt.clipped_grad(loss, l2_clip_norm=1.0)(p, x),
+        lambda p: mt.hessian(lambda q: loss(q, x), p)[0],
+    )
+    for call in calls:  # the module's own parameters, which are replaced, are captured all the same
+        assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(call(detached)))
+    tracked = {k: p.clone().requires_grad_() for k, p in detached.items()}
+    assert all(g.requires_grad for g in mt.clipped_grad(loss, l2_clip_norm=1.0)(tracked, x).values())
