@@ -16,7 +16,7 @@ from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import to_jax_tree
 from ..bridge.values import jax_dtype
 from ..jax_impl import ClippedAux
-from .microbatching import assign_grads, frozen_flags, listed, of_gradients, per_example
+from .microbatching import frozen_flags, listed, of_gradients, per_example
 from .rows import Fun, explain_with, finish
 
 
@@ -314,7 +314,7 @@ def clipped_backward(
         args, kwargs = batch
         return torch.func.functional_call(whole, {"model." + k: p for k, p in params.items()}, args, kwargs)
 
-    step = clipped_grad(
+    step: Any = clipped_grad(
         loss,
         l2_clip_norm=max_grad_norm,
         return_values=True,
@@ -388,8 +388,8 @@ def _check_one_process(fun: Any) -> None:
             raise ValueError(
                 f"{name} shares its parameters with other processes, and each would be left with the gradient of its "
                 "own examples. Keep the module as it was before it was wrapped: take its clipped_grad, sum the "
-                "gradients over the processes by torch.distributed.all_reduce, add the same noise in each, and write them "
-                "by assign_grads."
+                "gradients over the processes by torch.distributed.all_reduce, add the same noise in each, and write "
+                "them by assign_grads."
             )
 
 
