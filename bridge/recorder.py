@@ -11,6 +11,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -186,11 +188,18 @@ class Recorder(ti.TorchDispatchMode):
         owned = [self._own(o, tensors, Ref(index, j)) if isinstance(o, torch.Tensor) else o for j, o in enumerate(outs)]
         return ti.torch_pytree.tree_unflatten(owned, ti.torch_pytree.tree_structure(out))
 
-    def call(self, op: Any, tensors: Sequence[torch.Tensor], results: Sequence[Meta], draw: int | None) -> list[Any]:
+    def call(
+        self,
+        op: Any,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[Meta],
+        draw: int | None,
+        more: tuple[Value, ...] = (),
+    ) -> list[Any]:
         """Write down a call of another compiled function; what it returns, as tensors of this trace."""
         with torch._C.DisableTorchFunction():
             inner: list[Any] = [ti.from_fun(t.detach()) if isinstance(t, ti.FunctionalTensor) else t for t in tensors]
-            values = tuple(map(self.value, inner))
+            values = (*map(self.value, inner), *more)
             index = len(self.nodes)
             spec = _Spec(ti.torch_pytree.tree_structure((values, {})))
             self.nodes.append(Node(op, values, spec, tuple(results), False, draw, user_line()))
@@ -201,6 +210,17 @@ class Recorder(ti.TorchDispatchMode):
                 self._bind(out, Ref(index, j))
                 outs.append(ti.to_fun(out))
             return outs
+
+    def after_latest(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, to be read only once what was recorded last has been computed."""
+        latest = next((i for i in reversed(range(len(self.nodes))) if self.nodes[i] is not None), None)
+        if latest is None or not tensors:
+            return list(tensors)
+        node: Any = self.nodes[latest]
+        held = Ref(latest, None if node.single else 0)
+        results = [Meta.of(t) for t in tensors]
+        made = self.call(_Barrier(), tensors, results, None, (held,))
+        return [new.requires_grad_(t.requires_grad) for new, t in zip(made, tensors, strict=True)]
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
@@ -226,6 +246,25 @@ class Recorder(ti.TorchDispatchMode):
             number = self.draws.setdefault(state, len(self.draws))
             torch.rand(1)  # the next draw finds the generator moved on
         return number
+
+
+class _Barrier:
+    """Values that wait for another: XLA neither merges what is computed from them with what was before, nor starts it.
+
+    Without it, all second passes of checkpoints could run at once, which would take the memory that they are to save.
+    """
+
+    def lower(self, *arrays: Any, _results: Sequence[Any], _key: Any) -> Any:
+        *values, latest = jax.lax.optimization_barrier(arrays)
+        if jax.default_backend() != "cpu" or not latest.size:
+            return values
+        # XLA's CPU compiler drops a barrier before it merges. It does not know that of 64 bits none is the 65th.
+        bits = latest.ravel()[0]
+        bits = bits.real if jnp.iscomplexobj(bits) else bits
+        bits = bits.astype(jnp.uint8) if bits.dtype == jnp.bool_ else bits
+        whole = bits if jnp.issubdtype(bits.dtype, jnp.integer) else bits.view(f"uint{8 * bits.dtype.itemsize}")
+        zero = jax.lax.population_count(whole) >> 7
+        return [x | zero.astype(x.dtype) if x.dtype == jnp.bool_ else x * (1 - zero).astype(x.dtype) for x in values]
 
 
 class _Spec:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from . import torch_internals as ti
+from .checkpoints import recorded_checkpoints
 from .errors import TraceError, WrittenArgument, frozen_number, refuse_seed
 from .graph import Graph, Meta, Value
 from .interception import Captured, Interception, is_traced_tensor, recording
@@ -114,7 +115,14 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tup
     recorder = Recorder()
     captured = Captured(recorder, known, wants)
     inner = [recorder.input(meta) for meta in metas]
-    with _unchanged_generators(), ti.plain_kernels(), torch.enable_grad(), recorder, _Functionalisation():
+    with (
+        _unchanged_generators(),
+        ti.plain_kernels(),
+        recorded_checkpoints(recorder),
+        torch.enable_grad(),
+        recorder,
+        _Functionalisation(),
+    ):
         arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
         for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
             captured.add(tensor, differentiable or tensor.requires_grad)
@@ -145,6 +153,7 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tup
                 captured,
                 [ti.to_fun(c) for c in cotangents],
             )
+            need += [False] * (len(metas) + len(captured.tensors) - len(need))  # met in the backward pass alone
         graph = _graph(recorder, captured, inner, arguments, cotangents, outputs, differentiable, gradients, need)
     return graph, captured.tensors
 

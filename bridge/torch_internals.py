@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -65,6 +64,7 @@ __all__ = [
     "FunctionalTensorMode",
     "Substitution",
     "TorchDispatchMode",
+    "active_substitutions",
     "are_functorch_transforms_active",
     "compiling",
     "core_decompositions",
@@ -111,6 +111,11 @@ class _Substitutions(threading.local):
 
 
 _SUBSTITUTIONS = _Substitutions()
+
+
+def active_substitutions() -> list[Substitution]:
+    """The substitutions that this thread is under, innermost last."""
+    return list(_SUBSTITUTIONS.active)
 
 
 def substituted(tensor: torch.Tensor) -> torch.Tensor:
@@ -267,14 +272,12 @@ def compiling() -> Iterator[None]:
 def plain_kernels() -> Iterator[None]:
     """While recording: no fused CPU kernels, whose backward ops nothing can lower, and no checks that read values."""
     distribution = torch.distributions.Distribution
-    checkpoint = torch.utils.checkpoint.CheckpointFunction
     validate = distribution._validate_args
     has_effects = effects.has_effects
     autograd: Any = torch.autograd
     seeding: Any = torch
     random: Any = torch.random
-    backward, seed, apply_checkpoint = autograd.backward, random.manual_seed, checkpoint.apply
-    own_apply = vars(checkpoint).get("apply")
+    backward, seed = autograd.backward, random.manual_seed
     here = _this_thread()
     mkldnn = torch._C._get_mkldnn_enabled()
     fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -288,17 +291,10 @@ def plain_kernels() -> Iterator[None]:
         random.manual_seed = seeding.manual_seed = lambda seed_: (refuse_seed if here() else seed)(seed_)
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
-        # The reentrant checkpoint refuses torch.autograd.grad, with which the backward pass is recorded.
-        checkpoint.apply = staticmethod(  # type: ignore[method-assign]
-            lambda fun, keep, *args: (
-                torch.utils.checkpoint.checkpoint(fun, *args, use_reentrant=False, preserve_rng_state=keep)
-                if here()
-                else apply_checkpoint(fun, keep, *args)
-            )
-        )
         torch.backends.mha.set_fastpath_enabled(False)
         torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)
-        with sdpa_kernel(SDPBackend.MATH):
+        # A compiled module or function runs as what it was compiled from.
+        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         fake_log.disabled = False
@@ -306,9 +302,5 @@ def plain_kernels() -> Iterator[None]:
         random.manual_seed = seeding.manual_seed = seed
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
-        if own_apply is None:
-            del checkpoint.apply
-        else:  # within another recording
-            checkpoint.apply = own_apply  # type: ignore[method-assign]
         effects.has_effects = has_effects
         distribution._validate_args = validate
