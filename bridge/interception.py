@@ -18,6 +18,7 @@ from . import torch_internals as ti
 from .errors import TraceError, user_line
 from .graph import Meta
 from .lowerings.functions import REPLACEMENTS
+from .lowerings.packing import PACKED, is_packed
 from .recorder import Recorder
 
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -216,6 +217,8 @@ class Interception(TorchFunctionMode):
         if func is torch.autograd.grad:
             with ti.function_modes_in_backward(), self:
                 return func(*args, **kwargs)
+        if is_packed(func, args):
+            return PACKED[func](args[0], self._lengths(args[1]), *args[2:], **kwargs)
         return REPLACEMENTS.get(func, func)(*args, **kwargs)
 
     def _is_number(self, index: Any) -> bool:
@@ -233,6 +236,16 @@ class Interception(TorchFunctionMode):
                 f"{user_line()}: the function assigns .data of another shape or dtype. Make a new tensor instead."
             )
         tensor.detach().copy_(value.detach())
+
+    def _lengths(self, tensor: torch.Tensor) -> Any:
+        try:
+            return self._constant_value(torch.Tensor.tolist, tensor)
+        except TraceError:
+            raise TraceError(
+                f"{user_line()}: the lengths of a packed sequence are a tensor that depends on the arguments or is "
+                "captured, and the shape of the result depends on them. Give them as a Python list, of which each new "
+                "one compiles, or keep the padding and mask it."
+            ) from None
 
     def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
