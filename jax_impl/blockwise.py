@@ -17,6 +17,7 @@ from .arguments import Function
 from .binding import channels_last, run_whole
 from .execution import Traced
 from .slices import write
+from .sums import Shared
 from .trees import (
     PyTree,
     as_array,
@@ -443,7 +444,11 @@ class Matrix:
         # all blocks: compiling is most of the time of a single call.
         put = jax.lax.dynamic_update_slice_in_dim if layout.count % layout.size else write
 
+        kept, treedef = flatten(linear)
+        shared = Shared(kept)
+
         def step(result: jax.Array, start: Any) -> jax.Array:
+            linear = treedef.unflatten(shared.read())
             return put(result, layout.block(linear, start, layout.size), start, layout.axis)
 
         starts = jnp.asarray([start for _, start in layout.places()], jnp.int32)

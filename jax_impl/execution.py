@@ -17,6 +17,7 @@ from .arguments import Batch, Function
 from .factored import Explanation, Factored
 from .fitting import Output, bind, match
 from .partition import Plan
+from .sums import Shared
 from .trees import PyTree, as_varying, check_width, flatten_with_names, outlined, stand_in, structure, with_weak_type
 
 VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
@@ -27,11 +28,12 @@ class Traced:
 
     def __init__(self, fun: Function, inputs: Sequence[Any], run: Callable[..., list[Any]] = binding.run) -> None:
         self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*map(stand_in, inputs))
-        self.treedef, self.run = structure(self.output), run
+        self.treedef, self.run, self.shared = structure(self.output), run, Shared(self.closed.consts)
 
     def __call__(self, *inputs: Any) -> PyTree:
         """The function's output."""
-        return self.treedef.unflatten(_call(self.closed, *inputs, run=self.run))
+        closed = ClosedJaxpr(self.closed.jaxpr, self.shared.read())
+        return self.treedef.unflatten(_call(closed, *inputs, run=self.run))
 
 
 def _call(closed: ClosedJaxpr, *inputs: Any, run: Callable[..., list[Any]] = binding.run) -> list[jax.Array]:
@@ -112,7 +114,7 @@ def _by_factors(
 ) -> Callable[..., PyTree]:
     """``aggregate(main(*leaves))`` by factors; its derivative is that of the plain computation."""
     closed, axes = main.closed, tuple(batch.axes)
-    consts, count = closed.consts, len(closed.consts)
+    count = len(closed.consts)
     by_factors = Factored(closed, axes, summed, in_loop)
 
     def fast(*flat: Any) -> PyTree:
@@ -137,7 +139,7 @@ def _by_factors(
 
         return jax.jvp(at, [primals[p] for p in moved], [tangents[p] for p in moved])
 
-    return lambda *leaves: call(*consts, *leaves)
+    return lambda *leaves: call(*main.shared.read(), *leaves)
 
 
 def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: int) -> Explanation:
