@@ -20,7 +20,7 @@ from . import torch_internals as ti
 from .captures import Place
 from .errors import TraceError, user_line
 from .interception import Captured
-from .places import read_entry, write
+from .places import ABSENT, read_entry, write
 from .trees import Structure, to_jax_tree, to_torch_tree
 
 
@@ -80,6 +80,14 @@ Source = Basic | View | Constant
 UNKNOWN: Any = object()
 
 
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What stood in a place when the call began: a list, a module, a function that the call puts into another one."""
+
+    place: int
+    key: Any
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bound:
     """A value with tensors in it."""
@@ -104,7 +112,7 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Effect:
-    """What each call leaves in a place: a plain value, a :class:`Bound` one, or ABSENT."""
+    """What each call leaves in a place: a plain value, a :class:`Bound` or :class:`Moved` one, or ABSENT."""
 
     place: int  # which one of the walk
     key: Any
@@ -129,9 +137,11 @@ Entry = tuple[Place, Any, Any]  # a place, the key there, and the value
 def leave(effects: Sequence[Effect], places: Sequence[Place], tensor: Callable[[Source], torch.Tensor]) -> list[Entry]:
     """Write what a call leaves behind; what stood in these places before."""
     values: dict[int, Any] = {}
-    for effect in effects:  # all are built before any is written; a container in two places is one
-        if isinstance(effect.after, Bound) and id(effect.after) not in values:
-            values[id(effect.after)] = effect.after.build(tensor)
+    for after in (effect.after for effect in effects):  # all are read before any is written
+        if isinstance(after, Bound) and id(after) not in values:  # a container in two places is one
+            values[id(after)] = after.build(tensor)
+        elif isinstance(after, Moved):
+            values[id(after)] = read_entry(places[after.place], after.key)
     before = entries(effects, places)
     for effect in effects:
         write(places[effect.place], effect.key, values.get(id(effect.after), effect.after))
@@ -144,10 +154,14 @@ def entries(effects: Sequence[Effect], places: Sequence[Place]) -> list[Entry]:
 
 
 def restore(before: Sequence[Entry]) -> list[Entry]:
-    """Write into places what they held, last first; what they hold now, in the order for the way back."""
-    now = []
-    for place, key, value in reversed(before):
-        now.append((place, key, read_entry(place, key)))
+    """Write into places what they held; what they hold now, for the way back."""
+    first: dict[Any, Entry] = {}
+    for entry in before:
+        first.setdefault((id(entry[0].owner), entry[1]), entry)
+    # What is taken out of a list goes last, from its end.
+    order = sorted(first.values(), key=lambda e: (e[2] is ABSENT, -e[1] if e[0].is_sequence else 0))
+    now = [(place, key, read_entry(place, key)) for place, key, _ in order]
+    for place, key, value in order:
         write(place, key, value)
     return now
 
@@ -254,7 +268,10 @@ def _shares_memory(tensor: Any, other: Any) -> bool:
         return False
     if tensor.dtype != other.dtype or tensor.is_conj() != other.is_conj() or tensor.is_neg() != other.is_neg():
         return False
-    return bool(tensor.numel() <= other.numel() and ti.storage_key(tensor) == ti.storage_key(other))
+    if 0 in tensor.shape or ti.storage_key(tensor) != ti.storage_key(other):
+        return False
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + last < other.numel()
 
 
 def _view(tensor: Any, other: Any, base: Given | Made) -> View:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jax.experimental.layout import Format, Layout
 
-from .bindings import Basic, Bound, Effect, Entry, Given, Made, as_before, restore
+from .bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, as_before, restore
 from .bounds import Failures
 from .captures import Place, Walk
 from .context import Call, running
@@ -104,11 +104,21 @@ class Root(Flat):
             return Made(made(array)) if given is None else Given(given)
 
         call.effects = []
-        for place, effect, tensor in call.left:
+        values: dict[int, Any] = {}  # a container in two places is one
+        standing: dict[Any, Any] = {}  # what functions before have left
+        last: Any = None
+        for places, effect, tensor in call.left:
+            if places is not last:
+                last, standing = places, {(e.place, e.key): e.after for e in call.effects}
             after = effect.after
             if isinstance(after, Bound):
-                after = after.renumbered(lambda source, tensor=tensor: number(tensor(source)))  # type: ignore[misc]
-            call.effects.append(dataclasses.replace(effect, place=self._place(place, effect.key), after=after))
+                renumbered = after.renumbered(lambda source, tensor=tensor: number(tensor(source)))  # type: ignore[misc]
+                after = values.setdefault(id(after), renumbered)
+            elif isinstance(after, Moved):
+                after = Moved(self._place(places[after.place], after.key), after.key)
+                after = standing.get((after.place, after.key), after)
+            number_of_place = self._place(places[effect.place], effect.key)
+            call.effects.append(dataclasses.replace(effect, place=number_of_place, after=after))
         # What was left by one function and written to by the next is among the outputs already, with its final value.
         written = [(self.position(t), value, has_history) for t, value, has_history in call.mutations]
         call.updates = [(i, value) for i, value, has_history in written if i is not None and not has_history]

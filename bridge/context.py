@@ -10,7 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class Left(NamedTuple):
-    """What a function inside a call leaves in a place, and the tensors that stand for its inputs and results there."""
+    """What a function inside a call leaves in a place, and the tensors that stand for its inputs and results."""
 
-    place: Place
+    places: Sequence[Place]
     effect: Effect
     tensor: Callable[[Basic], torch.Tensor]
 

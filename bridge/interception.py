@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
 from .errors import TraceError, user_line
-from .graph import Meta
+from .graph import Meta, Value
 from .lowerings.functions import REPLACEMENTS
 from .recorder import Recorder
 
@@ -64,15 +64,18 @@ class Captured:
     """The tensors that a function captures, in the order in which it met them, each with its recorded stand-in."""
 
     def __init__(
-        self, recorder: Recorder, known: Sequence[torch.Tensor], wants: Callable[[torch.Tensor], bool]
+        self, recorder: Recorder, known: Sequence[torch.Tensor], wants: Callable[[torch.Tensor], bool], copies: bool
     ) -> None:
-        self.recorder, self.wants = recorder, wants
+        """With ``copies``, a stand-in of a tensor that has a history may be written to in place, as the tensor may."""
+        self.recorder, self.wants, self.copies = recorder, wants, copies
         self.refusal: TraceError | None = None
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.tensors = list(known)
         self.rows: list[Row] = []
         self.inputs: list[torch.Tensor] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
+        self.leaves: dict[int, torch.Tensor] = {}  # to which the gradients belong
+        self.initial: list[Value] = []  # of the stand-ins
 
     def __enter__(self) -> Captured:
         _ACTIVE.recordings.append(self)
@@ -118,9 +121,13 @@ class Captured:
 
     def add(self, tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
         inner = self.recorder.input(Meta.of(tensor))
-        stand_in = ti.to_fun(inner).requires_grad_(differentiable)
+        leaf = stand_in = ti.to_fun(inner).requires_grad_(differentiable)
+        if self.copies and tensor.grad_fn is not None:
+            stand_in = leaf.clone()
         self.inputs.append(inner)
-        self.stand_ins[id(tensor)] = stand_in
+        self.leaves[id(tensor)], self.stand_ins[id(tensor)] = leaf, stand_in
+        inner = ti.from_fun(stand_in)  # type: ignore[assignment]
+        self.initial.append(self.recorder.value(inner))
         return stand_in
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:

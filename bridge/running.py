@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .bindings import UNKNOWN, Bound, Effect, Made, Results, unwrapped
 from .captures import Walk
-from .errors import TraceError, is_raised_by_jax, user_line
+from .errors import TraceError, WrittenLeaf, is_raised_by_jax, user_line
 from .interception import recording
 from .places import read_entry, write
 from .side_effects import Scratch, Watched, tensors_in
@@ -78,7 +78,7 @@ class FlatFunction:
             return results.tensors
         stand_ins = [current.stand_ins[id(t)] for t in current.tensors]
         with torch._C.DisableTorchFunction():
-            self.carried = [i for i, t in enumerate(stand_ins) if t.grad_fn is not None]
+            self.carried = [i for i, t in enumerate(stand_ins) if t._version and t.grad_fn is not None]
         return [*results.tensors, *(stand_ins[i] for i in self.carried)]
 
     def _run_again(self, tensors: Any, watched: Watched) -> list[Any]:
@@ -110,7 +110,7 @@ class FlatFunction:
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
-            raise TraceError(
+            raise WrittenLeaf(
                 f"{user_line(error)}: a tensor that requires grad is written to in place. Work on a copy: "
                 ".clone(), or the op that is not in place."
             ) from error

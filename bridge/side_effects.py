@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from . import torch_internals as ti
-from .bindings import UNKNOWN, Effect, Results
+from .bindings import UNKNOWN, Effect, Moved, Results
 from .captures import Place, Walk
 from .errors import TraceError, user_line
 from .graph import Meta
@@ -72,11 +72,20 @@ class Watched:
         scratch: list[Scratch] = []
         # Lists first: an attribute that held one may be judged by what stands in it.
         changes = sorted(self._changes(), key=lambda change: not self.places[change[0]].is_sequence)
+        # What stood somewhere: a container or an object that is put elsewhere stays the same one.
+        standing = {
+            id(value): Moved(number, key)
+            for number, before in (enumerate(self._before) if changes else ())
+            for key, value in before.items()
+            if not isinstance(value, (torch.Tensor, *_PLAIN))
+        }
         growing = {number for number, _, old, new in changes if old is ABSENT and tensors_in(new)}
         for number, key, old, new in changes:
             place = self.places[number]
             is_appended = place.is_sequence and old is ABSENT
-            if tensors_in(new):
+            if id(new) in standing and not (tensors_in(new) and _is_mirror(old, new, place)):
+                effects.append(Effect(number, key, UNKNOWN, standing[id(new)]))
+            elif tensors_in(new):
                 if not _is_mirror(old, new, place):
                     bound = results.bind(new, place.name(key))
                     if bound is None:

@@ -299,9 +299,10 @@ def _leave(made: _Made, arrays: Sequence[Any], outputs: Sequence[Any], walk: Wal
         return source.tensor if isinstance(source, bindings.Constant) else basic(source)
 
     outer.strided = outer.strided or made.flat.strided
-    outer.left += [Left(walk.places[effect.place], effect, basic) for effect in effects]
+    places = walk.places
+    outer.left += [Left(places, effect, basic) for effect in effects]
     if made.flat.mode.once:  # the next function that the call runs finds what this one left
-        outer.before += bindings.leave(effects, walk.places, within)
+        outer.before += bindings.leave(effects, places, within)
 
 
 @dataclasses.dataclass(frozen=True)
