@@ -6,7 +6,7 @@ import collections
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,22 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .captures import Key, Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
+from .bindings import Basic, Bound, Given, entries, from_basic, leave
+from .captures import (
+    Key,
+    Place,
+    Walk,
+    WrittenContainers,
+    forked_child,
+    is_traced,
+    path_name,
+    surroundings,
+    written_count,
+)
 from .compilation import Outline, Root, outline
 from .devices import start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
 from .interception import Captured, is_traced_tensor, recording
-from .side_effects import write
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
 from .versions import weak_float
@@ -100,11 +110,26 @@ def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], k
             key = outer.recorder.draw_number()
     if root.outline.strided is not None:
         _check_contiguous(root, outer)
-    outputs = apply(root, key, tensors)
     places = root.walk.places if root.outline.effects else []
-    for i, key, value in root.outline.effects:
-        write(places[i], key, value)
+    root.before = entries(root.outline.effects, places)
+    outputs = apply(root, key, tensors)
+    _leave(root, places, outputs)
     return to_torch_tree(root.outline.shape.join(outputs))
+
+
+def _leave(root: Root, places: list[Place], outputs: Sequence[Any]) -> None:
+    """Put what the call leaves behind into its places."""
+    assert root.outline is not None
+    for i, result in root.outline.carried:
+        root.inputs[i].copy_(outputs[result])
+
+    def tensor(source: Basic) -> torch.Tensor:
+        return (root.inputs if isinstance(source, Given) else outputs)[source.index]
+
+    effects = root.outline.effects
+    if root.outline.results > len(outputs):  # under torch.func.vmap, where each row would leave something else
+        effects = [e for e in effects if not isinstance(e.after, Bound)]
+    leave(effects, places, from_basic(tensor))
 
 
 def _prepare(
@@ -198,7 +223,7 @@ def _prepare_as(
 
 def _check_inside(outline: Outline) -> None:
     """A call in a function that is being traced may compute, but not leave anything behind."""
-    if outline.mutated or outline.effects:
+    if outline.mutated or outline.carried or outline.effects:
         raise TraceError(
             f"{user_line()}: a compiled call inside a traced function updates buffers or Python state there, which "
             "would be lost. Call the torch function itself instead, or put the module into .eval() mode."

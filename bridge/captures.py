@@ -389,7 +389,10 @@ class Walk:
         if isinstance(fields, dict):
             self._places.append(Place(fields, cls.__name__, None, True))
             self._fields(fields, cls, path)
-        for name in sorted(self._names & _slots(cls)):
+        slots = self._names & _slots(cls)
+        if slots:
+            self._places.append(Place(x, cls.__name__, slots, True))
+        for name in sorted(slots):
             if hasattr(x, name):
                 self.parts.append(name)
                 self._visit(getattr(x, name), (path, f".{name}"))

@@ -130,12 +130,11 @@ class TorchFunction:
         source = self.source
         if (kind, need) not in source.derived:
             rule = _vjp_rule if kind == "vjp" else _jvp_rule
-            call = functools.partial(_with_captured, source.fun, len(self.arguments), source.captured)
-            inputs, outputs, mutated = len(self.metas), self.differentiable(need), set(self.mutated)
+            mutated = set(self.mutated)
+            call = functools.partial(_with_captured, source.fun, len(self.arguments), source.captured, mutated)
+            inputs, outputs = len(self.metas), self.differentiable(need)
 
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-                # Buffers are written once, by the function itself: a derivative writes to copies.
-                tensors = tuple(t.clone() if i in mutated else t for i, t in enumerate(tensors))
                 return rule(call, tensors[:inputs], tensors[inputs:], need, outputs)
 
             inner = Source(derived)
@@ -143,8 +142,12 @@ class TorchFunction:
         return source.derived[kind, need][0]
 
 
-def _with_captured(fun: Any, count: int, captured: Sequence[torch.Tensor], *inputs: torch.Tensor) -> Any:
-    """Call ``fun`` with the captured tensors replaced by inputs."""
+def _with_captured(
+    fun: Any, count: int, captured: Sequence[torch.Tensor], mutated: set[int], *inputs: torch.Tensor
+) -> Any:
+    """Call ``fun`` with the captured tensors replaced by inputs, copies of those that it writes to."""
+    # Buffers are written once, by the function itself, and not by its derivatives.
+    inputs = tuple(t.clone() if i in mutated else t for i, t in enumerate(inputs))
     substitution = ti.Substitution(dict(zip(map(id, captured), inputs[count:], strict=True)))
     with substitution, ti.entering_functorch(substitution.swap):
         return fun(*inputs[:count])

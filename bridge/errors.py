@@ -75,6 +75,10 @@ class WrittenArgument(TraceError):
         self.index = index
 
 
+class WrittenLeaf(TraceError):
+    """The function writes in place to a tensor that requires grad."""
+
+
 def frozen_number() -> TraceError:
     """The error for a draw from a generator that is not torch's."""
     return TraceError(

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
 from .errors import TraceError, user_line
-from .graph import Meta
+from .graph import Meta, Value
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
 from .recorder import Recorder
@@ -61,32 +61,22 @@ def is_update_of(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
     return current is not None and current.stand_ins.get(id(captured)) is tensor
 
 
-def as_outside(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor of the current trace as one with values, if it depends on no input; None if it has none."""
-    current = recording()
-    if current is None:
-        return tensor
-    with torch._C.DisableTorchFunction():
-        recorder = current.recorder
-        inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
-        if ti.is_functorch_wrapped_tensor(inner) or not recorder.is_constant(inner):
-            return None
-        return inner if inner is tensor else inner.clone()
-
-
 class Captured:
     """The tensors that a function captures, in the order in which it met them, each with its recorded stand-in."""
 
     def __init__(
-        self, recorder: Recorder, known: Sequence[torch.Tensor], wants: Callable[[torch.Tensor], bool]
+        self, recorder: Recorder, known: Sequence[torch.Tensor], wants: Callable[[torch.Tensor], bool], copies: bool
     ) -> None:
-        self.recorder, self.wants = recorder, wants
+        """With ``copies``, a stand-in of a tensor that has a history may be written to in place, as the tensor may."""
+        self.recorder, self.wants, self.copies = recorder, wants, copies
         self.refusal: TraceError | None = None
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.tensors = list(known)
         self.rows: list[Row] = []
         self.inputs: list[torch.Tensor] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
+        self.leaves: dict[int, torch.Tensor] = {}  # to which the gradients belong
+        self.initial: list[Value] = []  # of the stand-ins
 
     def __enter__(self) -> Captured:
         _ACTIVE.recordings.append(self)
@@ -94,6 +84,35 @@ class Captured:
 
     def __exit__(self, *error: object) -> None:
         _ACTIVE.recordings.pop()
+
+    def position(self, tensor: torch.Tensor) -> int | None:
+        """Which captured tensor this is or stands for; what was not made inside is captured now."""
+        for i, known in enumerate(self.tensors):
+            if tensor is known or tensor is self.stand_ins[id(known)]:
+                return i
+        if self.stand_in(tensor) is tensor:
+            return None
+        return len(self.tensors) - 1
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor that was made inside, if it depends on no input."""
+        inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
+        return inner.clone() if self.recorder.is_constant(inner) else None
+
+    def depend_on(self, sources: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether some of the tensors are computed from captured ones among the sources."""
+        where = self.recorder.where
+        inner = {id(t): x for t, x in zip(self.tensors, self.inputs, strict=True)}
+        wanted = {where[id(inner[id(s)])].node for s in sources if id(s) in inner}
+        stack = [where[i].node for i in (id(ti.from_fun(t)) for t in tensors) if i in where] if wanted else []
+        seen: set[int] = set()
+        while stack:
+            i = stack.pop()
+            node = self.recorder.nodes[i]
+            if i not in seen and node is not None:
+                stack += node.refs()
+            seen.add(i)
+        return not seen.isdisjoint(wanted)
 
     def check_rows(self, used: Any) -> None:
         """Refuse what is used of rows that are copies here and would be views in torch."""
@@ -103,9 +122,13 @@ class Captured:
 
     def add(self, tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
         inner = self.recorder.input(Meta.of(tensor))
-        stand_in = ti.to_fun(inner).requires_grad_(differentiable)
+        leaf = stand_in = ti.to_fun(inner).requires_grad_(differentiable)
+        if self.copies and tensor.grad_fn is not None:
+            stand_in = leaf.clone()
         self.inputs.append(inner)
-        self.stand_ins[id(tensor)] = stand_in
+        self.leaves[id(tensor)], self.stand_ins[id(tensor)] = leaf, stand_in
+        inner = ti.from_fun(stand_in)  # type: ignore[assignment]
+        self.initial.append(self.recorder.value(inner))
         return stand_in
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 
 from . import torch_internals as ti
 from .checkpoints import recorded_checkpoints
-from .errors import TraceError, WrittenArgument, frozen_number, refuse_seed
+from .errors import TraceError, WrittenArgument, WrittenLeaf, frozen_number, refuse_seed
 from .graph import Graph, Meta, Value
 from .interception import Captured, Interception, is_traced_tensor, recording
 from .recorder import Recorder
@@ -65,6 +65,9 @@ def record(
     with _LOCK, _apart_from_callers():
         try:
             return _record_once(fun, metas, need, known, wants)
+        except WrittenLeaf:
+            # To record a gradient every captured tensor is a leaf, which one that has a history is not outside.
+            return _record_once(fun, metas, need, known, wants, copies=True)
         except TraceError as error:
             # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
             with ti.compiling(), contextlib.suppress(Exception):
@@ -111,9 +114,11 @@ def _unchanged_generators() -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tuple[Graph, list[torch.Tensor]]:
+def _record_once(
+    fun: Any, metas: Any, need: Any, known: Any, wants: Any, copies: bool = False
+) -> tuple[Graph, list[torch.Tensor]]:
     recorder = Recorder()
-    captured = Captured(recorder, known, wants)
+    captured = Captured(recorder, known, wants, copies)
     inner = [recorder.input(meta) for meta in metas]
     with (
         _unchanged_generators(),
@@ -165,7 +170,7 @@ def _functional(out: Any) -> torch.Tensor:
 def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captured, cotangents: Any) -> list[Any]:
     if not outputs or not (wanted or wanted_captured):
         return [None] * (len(wanted) + len(wanted_captured))
-    stand_ins = [captured.stand_ins[id(t)] for t in wanted_captured]
+    stand_ins = [captured.leaves[id(t)] for t in wanted_captured]
     # A user's autograd.Function receives a captured tensor itself, not its stand-in: both lead to its gradient.
     with torch._C.DisableTorchFunction():  # of the tensors themselves, not of their stand-ins
         direct = [t for t in wanted_captured if t.requires_grad and not is_traced_tensor(t)]
@@ -202,9 +207,9 @@ def _graph(
         if value(argument) != recorder.value(tensor):
             raise WrittenArgument(i)
     mutations = []
-    for i, (tensor, original) in enumerate(zip(captured.tensors, captured.inputs, strict=True)):
+    for i, tensor in enumerate(captured.tensors):
         final = value(captured.stand_ins[id(tensor)])
-        if final != recorder.value(original):
+        if final != captured.initial[i]:
             mutations.append((i, final))
     return Graph(
         nodes=recorder.nodes,

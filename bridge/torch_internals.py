@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ try:
     from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
     from torch._C import _autograd as autograd_internals
     from torch._C._autograd import _get_current_graph_task_keep_graph as graph_is_kept
-    from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+    from torch._C._functorch import get_unwrapped as unwrap
+    from torch._C._functorch import is_batchedtensor as is_batched
+    from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor, unwrap_if_dead
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._decomp import core_aten_decompositions, decomposition_table
     from torch._functorch import eager_transforms
@@ -66,6 +68,7 @@ __all__ = [
     "TorchDispatchMode",
     "active_substitutions",
     "are_functorch_transforms_active",
+    "blank",
     "compiling",
     "core_decompositions",
     "decomposition_table",
@@ -75,6 +78,7 @@ __all__ = [
     "from_fun",
     "function_modes_in_backward",
     "graph_is_kept",
+    "is_batched",
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
     "legacy_batch",
@@ -84,10 +88,13 @@ __all__ = [
     "no_dispatch",
     "plain_kernels",
     "proxies_are_active",
+    "storage_key",
     "substituted",
     "temporarily_clear_interpreter_stack",
     "to_fun",
     "torch_pytree",
+    "unwrap",
+    "unwrap_if_dead",
     "without_forward_mode",
     "without_modes",
     "without_saved_tensor_hooks",
@@ -103,6 +110,18 @@ def core_decompositions() -> dict[Any, Callable[..., Any]]:
 def map_tensors(fun: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """The tree with its tensors replaced. A ``torch.Size`` stays one: ``x.new(shape)`` takes a tuple for data."""
     return torch_pytree.tree_map_only(torch.Tensor, fun, tree, is_leaf=lambda x: isinstance(x, torch.Size))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common which share their memory, in a recording too."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def blank(dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A tensor of a form that takes no memory, for a place in a trace; whatever is active around, it is a plain one."""
+    with without_modes(), temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
 class _Substitutions(threading.local):
