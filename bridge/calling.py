@@ -15,11 +15,13 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .captures import Key, Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
+from .captures import Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
 from .compilation import Outline, Root, outline
 from .devices import start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
 from .interception import Captured, is_traced_tensor, recording
+from .keys import Key
+from .names import read_count
 from .side_effects import write
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
@@ -171,12 +173,14 @@ def _prepare_as(
             if recording() is None:
                 _check_arguments(jax_fun, args, kwargs)
                 _check_captured(walk)
-            containers, written = WrittenContainers(walk), written_count()
+            containers, written, read = WrittenContainers(walk), written_count(), read_count()
             hidden = []
             while True:
                 root, tensors = prepared(hidden)
                 program = None if is_transformed(tensors) else find_program(root, tensors)
                 seen = outline(root, tensors) if program is None else program.outline
+                if read_count() != read:  # names that the function puts together are followed from now on
+                    return _prepare_as(jax_fun, recompute, args, kwargs, split)
                 if not seen.missing:
                     break
                 hidden += seen.missing

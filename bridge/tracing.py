@@ -28,6 +28,7 @@ from .torch2jax_engine import InterpretedFunction, is_interpreted
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
 from .versions import enable_x64
+from .watching import watching
 
 Engine = Literal["record", "torch2jax"]
 _CACHE_SIZE = 64
@@ -139,8 +140,12 @@ class _Made:
     unflatten: Callable[[Sequence[Any]], Any]
     source: Source | None  # kept alive here, for further recordings
     effects: list[Effect]
-    places: list[int | None]  # where the walk finds the captured tensors
     strided: str | None  # the line that asks for elements by their place in memory
+    places: Sequence[int | None] = ()  # where the walk finds the captured tensors
+
+    def find_in(self, walk: Walk) -> None:
+        indices = {id(t): i for i, t in enumerate(walk.tensors)}
+        self.places = [indices.get(id(t)) for t in self.tracing.captured]
 
     def is_of(self, walk: Walk) -> bool:
         """Whether the captured tensors are still the same objects."""
@@ -179,7 +184,9 @@ class _Traced:
                 if generators.put_back():
                     raise frozen_number()
                 written.remember()
-                self._made[form, Walk(self.torch_fun, structure.fixed).key] = made
+                walk = Walk(self.torch_fun, structure.fixed)  # with the names that the function put together
+                made.find_in(walk)
+                self._made[form, walk.key] = made
             captured = self._captured(made.tracing, outer)
             make_key = functools.partial(_draw_key, key, rows, outer, walk.key, arrays)
             results = made.tracing.call(make_key, [*arrays, *captured])
@@ -213,6 +220,7 @@ class _Traced:
                 effect.undo()
             try:
                 with contextlib.ExitStack() as scope:
+                    scope.enter_context(watching(walk.may_read_clocks))
                     if not mode.once:
                         scope.enter_context(_NoBatchStatistics(walk))
                     if not mode.grad and self.engine == "record":
@@ -258,10 +266,8 @@ class _Traced:
                 raise self._written_argument(error.index, structure, walk) from None
         else:
             source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
-        indices = {id(t): i for i, t in enumerate(walk.tensors)}
-        captured = [indices.get(id(t)) for t in tracing.captured]
         # The engine torch2jax runs the function only when it is called.
-        return _Made(tracing, unflatten, source, effects, captured, strided[0] if strided else None)
+        return _Made(tracing, unflatten, source, effects, strided[0] if strided else None)
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
