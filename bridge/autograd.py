@@ -18,11 +18,11 @@ import torch
 from torch.autograd import forward_ad
 
 from . import torch_internals as ti
-from .captures import Key
 from .compilation import Flat, Mapped, Product, Program, Pushforward, memory_order
 from .context import Call, running
 from .graph import Meta
 from .interception import recording
+from .keys import Key
 from .running import no_place_for_updates
 from .values import array_to_tensor, has_torch_dtype, jax_dtype, tensor_to_array, torch_dtype
 from .versions import enable_x64

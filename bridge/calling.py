@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -15,22 +16,14 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .bindings import Basic, Bound, Given, entries, from_basic, leave
-from .captures import (
-    Key,
-    Place,
-    Walk,
-    WrittenContainers,
-    forked_child,
-    is_traced,
-    path_name,
-    surroundings,
-    written_count,
-)
+from .bindings import Basic, Bound, Effect, Given, entries, from_basic, leave
+from .captures import Place, Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
 from .compilation import Outline, Root, outline
 from .devices import start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
 from .interception import Captured, is_traced_tensor, recording
+from .keys import Key
+from .names import read_count
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
 from .versions import weak_float
@@ -196,19 +189,22 @@ def _prepare_as(
             if recording() is None:
                 _check_arguments(jax_fun, args, kwargs)
                 _check_captured(walk)
-            containers, written = WrittenContainers(walk), written_count()
+            containers, written, read = WrittenContainers(walk), written_count(), read_count()
             hidden = []
             while True:
                 root, tensors = prepared(hidden)
                 program = None if is_transformed(tensors) else find_program(root, tensors)
                 seen = outline(root, tensors) if program is None else program.outline
+                if read_count() != read:  # names that the function puts together are followed from now on
+                    return _prepare_as(jax_fun, recompute, args, kwargs, split)
                 if not seen.missing:
                     break
                 hidden += seen.missing
             containers.remember()
             if written_count() != written:  # the key leaves out now what the function was seen to write to
-                walk = Walk(jax_fun, structure.fixed)
+                before, walk = walk, Walk(jax_fun, structure.fixed)
                 signature = Key.of((walk.key, fixed, forms, grad))
+                seen = dataclasses.replace(seen, effects=_elsewhere(seen.effects, before.places, walk.places))
                 if program is not None:
                     keep(program, *prepared(hidden))
             found = _KNOWN[signature] = seen, [weakref.ref(t) for t in hidden]
@@ -219,6 +215,13 @@ def _prepare_as(
     root, tensors = prepared(hidden)
     root.outline = found[0]
     return root, tensors
+
+
+def _elsewhere(effects: Sequence[Effect], before: Sequence[Place], places: Sequence[Place]) -> list[Effect]:
+    """The effects by the number of their places in another walk, which leaves out lists that a function appends to."""
+    numbers = {id(place.owner): i for i, place in enumerate(places)}
+    found = [(effect, numbers.get(id(before[effect.place].owner))) for effect in effects]
+    return [dataclasses.replace(effect, place=i) for effect, i in found if i is not None]
 
 
 def _check_inside(outline: Outline) -> None:

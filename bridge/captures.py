@@ -11,27 +11,31 @@ at the end of a walk: it starts again when it met new ones, and remembers them f
 
 from __future__ import annotations
 
-import array
 import collections
+import contextlib
 import contextvars
-import dis
 import enum
 import functools
 import inspect
+import io
+import operator
 import os
 import random
 import sys
 import types
 import weakref
-from collections.abc import Hashable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
 from .errors import TraceError
-from .user_code import is_users_file
+from .keys import Key, Same, of_bytes, of_elements, of_plain, times_cleared
+from .names import EVERY_FIELD, EVERY_METHOD, MATCH_ARGS, names_of, names_read_by
+from .user_code import is_users, is_users_file
+from .watching import is_clock, may_read_clocks
 
 _PLAIN = (
     *(bool, int, str, bytes, complex, type(None), enum.Enum, range),
@@ -40,11 +44,21 @@ _PLAIN = (
 _EXACTLY_PLAIN = frozenset(_PLAIN)
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MANY_FIELDS = 256
-# Code that mentions one of these may read any attribute of an object.
-_BY_NAME = frozenset({"vars", "__dict__", "getattr", "asdict", "astuple", "fields", "attrgetter"})
-_ENVIRONMENT = frozenset({"environ", "getenv"})
-_LONG = 10_000  # a longer list is data, not configuration: told apart by identity
+_MANY = 256  # fields or entries
+_LONG = 10_000  # of a longer list of tensors the function reads some: its trace meets those
+_DEPTH = 3  # of libraries' objects in one another
+# Libraries whose objects hold nothing that a function computes with, and lead everywhere.
+_OPAQUE = frozenset({"logging", "threading", "_thread", "asyncio", "concurrent", "multiprocessing", "socket", "io"})
+# What code reads of the process, if it mentions the name.
+_SURROUNDINGS: dict[str, Callable[[], Any]] = {
+    "environ": os.environ.items,
+    "getenv": os.environ.items,
+    "initial_seed": torch.initial_seed,
+    "get_num_threads": torch.get_num_threads,
+    "get_default_device": torch.get_default_device,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "getcwd": os.getcwd,
+}
 
 SOURCE = "__microtome_source__"
 
@@ -82,62 +96,6 @@ class Place(NamedTuple):
         return f"{self.label}[{key!r}]"
 
 
-def _nothing() -> None:
-    """A reference to nothing."""
-
-
-class Key:
-    """A long tuple for a dictionary's key: equal tuples give the same object, and the hash is computed once."""
-
-    __slots__ = ("__weakref__", "_hash", "_parts")
-    _made: ClassVar[weakref.WeakKeyDictionary[Key, weakref.ref[Key]]] = weakref.WeakKeyDictionary()
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self._parts, self._hash = parts, hash(parts)
-
-    @classmethod
-    def of(cls, parts: Iterable[Any]) -> Key:
-        """The one key for these parts."""
-        key = cls(tuple(parts))
-        found = cls._made.get(key, _nothing)()
-        if found is None:
-            cls._made[key] = weakref.ref(key)
-        return key if found is None else found
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Key) and self._hash == other._hash and self._parts == other._parts)
-
-
-class Same:
-    """Equal only to the same object, which it does not keep alive where Python allows that."""
-
-    __slots__ = ("_hash", "_strong", "_weak")
-
-    def __init__(self, value: object) -> None:
-        self._hash = id(value)
-        self._strong: object = None
-        self._weak: Any = None
-        try:
-            self._weak = weakref.ref(value)
-        except TypeError:
-            self._strong = value
-
-    def _get(self) -> object:
-        return self._strong if self._weak is None else self._weak()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
-            return NotImplemented
-        mine = self._get()
-        return mine is not None and mine is other._get()
-
-
 def surroundings() -> Hashable:
     """What torch's own state says about a call: the same function gives other results under autocast."""
     autocast = tuple(
@@ -171,8 +129,10 @@ class Walk:
         _KNOWN_NAMES[identity] = names
         if len(_KNOWN_NAMES) > _MANY_ROOTS:
             _KNOWN_NAMES.pop(next(iter(_KNOWN_NAMES)))
-        if not _ENVIRONMENT.isdisjoint(names):
-            self.parts += os.environ.items()
+        for name in sorted(names & _SURROUNDINGS.keys()):
+            found = _SURROUNDINGS[name]()
+            self.parts.append((name, tuple(found) if isinstance(found, collections.abc.ItemsView) else found))
+        self.may_read_clocks = self._met_clock or may_read_clocks(names)
         self.key = Key.of(self.parts)
 
     def _start(self, names: frozenset[str]) -> None:
@@ -187,6 +147,8 @@ class Walk:
         self._keep: list[object] = []
         self._names = names
         self._met: frozenset[str] = frozenset()
+        self._met_clock = False
+        self._depth = 0
         self._owner: torch.nn.Module | None = None
         self._slot: Slot = (None, "")
 
@@ -229,14 +191,20 @@ class Walk:
         elif isinstance(x, slice):
             add(slice)
             self._visit((x.start, x.stop, x.step), path)
-        elif isinstance(x, _PLAIN) and not _is_users(kind):
+        elif isinstance(x, _PLAIN) and not is_users(kind):
             add((kind, x))
         elif kind is float:
             add(x.hex())
         elif isinstance(x, torch.Tensor):
             self._tensor(x, path)
-        elif isinstance(x, types.BuiltinFunctionType) or (isinstance(x, (types.ModuleType, type)) and not _is_users(x)):
+        elif isinstance(x, (types.BuiltinFunctionType, types.MethodWrapperType)):
+            self._builtin(x, path)
+        elif isinstance(x, (types.ModuleType, type)) and not is_users(x):
+            self._met_clock = self._met_clock or is_clock(x)
             add(Same(x))
+        elif isinstance(x, type):
+            self._base(x, path)
+            self._constructors(x, path)
         elif id(x) in self._seen:
             add(("seen", self._seen[id(x)]))
         else:
@@ -255,6 +223,18 @@ class Walk:
         self.owners.append(self._owner)
         self.parts.append((type(x), x.dtype, x.shape, x.requires_grad, x.device, x.layout))
 
+    def _builtin(self, x: Any, path: Path) -> None:
+        """A function or a bound method written in C: ``table.get`` holds its table."""
+        owner = getattr(x, "__self__", None)
+        self._met_clock = self._met_clock or is_clock(x)
+        if x is getattr or x is hasattr:
+            self._met |= EVERY_METHOD  # called with names that cannot be seen
+        if owner is None or isinstance(owner, (types.ModuleType, type)):
+            self.parts.append(Same(x))
+        else:
+            self.parts.append((type(x), x.__name__))
+            self._visit(owner, path)
+
     def _object(self, x: Any, path: Path) -> None:
         if isinstance(x, (list, tuple, set, frozenset, dict, collections.deque)):
             self._container(x, path)
@@ -266,34 +246,42 @@ class Walk:
         elif isinstance(x, types.MethodType):
             self._visit(x.__func__, path)
             self._visit(x.__self__, (path, "self"))
-        elif isinstance(x, np.ndarray):
-            self.parts.append((x.dtype.str, x.shape, x.tobytes()))
-        elif isinstance(x, np.generic):
-            self.parts.append((x.dtype.str, x.tobytes()))
+        elif isinstance(x, (np.ndarray, np.generic)):
+            self._array(x, path)
+        elif isinstance(x, random.SystemRandom):
+            self._met_clock = True
+            self.parts.append(Same(x))
         elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self.generators.append(x)
-        elif isinstance(x, collections.abc.Iterator) and type(x).__module__ in ("builtins", "itertools"):
+        elif _is_iterator(x):
+            if self._depth:  # a library's own
+                return
             raise TraceError(
                 f"{path_name(path) or 'the function'} is an iterator (a {type(x).__name__}), which gives something "
                 "else each time, and a traced function runs once. Pass in what it gives as an argument."
             )
         elif isinstance(x, types.MappingProxyType):
             self.parts.append((type(x), len(x)))
-            for k, v in x.items():
-                self.parts.append((type(k), k))
-                self._visit(v, (path, f"[{k!r}]"))
+            self._items(x, path)
         elif isinstance(x, jax.Array):
             self.parts.append(Same(x))
-        elif isinstance(x, (types.ModuleType, type)):
+        elif isinstance(x, types.ModuleType):
             self._namespace(x, path)
         elif inspect.getattr_static(x, "__wrapped__", None) is not None:
-            self.parts.append(type(x))
+            self.parts.append((type(x), times_cleared(x)))
             self._visit(x.__wrapped__, path)
-        elif isinstance(x, (bytearray, memoryview, array.array)):
-            self.parts.append((type(x), bytes(x)))
         elif isinstance(x, contextvars.ContextVar):
             self._visit(x.get(None), path)
         else:
+            self._attributes(x, path)
+
+    def _array(self, x: Any, path: Path) -> None:
+        self.parts.append((type(x), x.dtype.str, x.shape))
+        if x.dtype.hasobject:
+            self._visit(x.tolist(), path)
+        else:
+            self.parts.append(of_bytes(x.tobytes()))
+        if type(x) is not np.ndarray and getattr(x, "__dict__", None):  # a mask, or what a class of the user's adds
             self._attributes(x, path)
 
     def _container(self, x: Any, path: Path) -> None:
@@ -301,21 +289,50 @@ class Walk:
             self.parts.append("written by the function itself")
             return
         self.parts.append((type(x), len(x)))
-        if len(x) > _LONG:
-            self.parts.append(Same(x))
-            return
         self.containers.append((self._slot, x))
         if isinstance(x, (list, dict, collections.deque)):
             self._places.append(Place(x, path_name(path)))
-        if isinstance(x, dict):
-            for k, v in list(x.items()):
-                self.parts.append((type(k), k))
-                self._visit(v, (path, f"[{k!r}]"))
-        else:
-            for i, v in enumerate(list(x)):
-                self._visit(v, (path, f"[{i}]"))
+        if len(x) <= _MANY or not self._many(x, path):
+            if isinstance(x, dict):
+                self._items(x, path)
+            else:
+                for i, v in enumerate(list(x)):
+                    self._visit(v, (path, f"[{i}]"))
+        if is_users(_type(x)):
+            self._attributes(x, path)
+        elif isinstance(x, collections.defaultdict):
+            self._visit(x.default_factory, path)
 
-    def _function(self, f: types.FunctionType, path: Path) -> None:
+    def _many(self, x: Any, path: Path) -> bool:
+        """Whether the key holds a long collection as a whole."""
+        values: list[Any] = [*x.keys(), *x.values()] if isinstance(x, dict) else list(x)
+        plain = of_plain(values)
+        if plain is not None:
+            self.parts.append(plain)
+        elif len(x) <= _LONG and not self._depth:
+            return False
+        elif isinstance(x, (list, tuple)) and all(isinstance(v, torch.Tensor) for v in x):
+            self.parts.append(of_elements(x))
+        elif self._depth:  # a library's: told apart by the objects that it holds
+            self.parts += map(Same, values)
+        else:
+            raise TraceError(
+                f"{path_name(path) or 'the function'} holds {len(x)} objects, too many to look at in each call. Keep "
+                "numbers in a tensor or an array, or pass what the function reads of it in as an argument."
+            )
+        return True
+
+    def _items(self, x: Any, path: Path) -> None:
+        for k, v in list(x.items()):
+            if isinstance(k, torch.Tensor):
+                self.parts.append(Same(k))
+            else:
+                self.parts.append((type(k), k))
+                if not isinstance(k, (float, tuple, frozenset, *_PLAIN)):
+                    self._visit(k, path)
+            self._visit(v, (path, f"[{k!r}]"))
+
+    def _function(self, f: types.FunctionType, path: Path, constructs: bool = False) -> None:
         if is_traced(f):  # what counts is the torch function
             self.parts.append(SOURCE)
             self._visit(f.__dict__[SOURCE][1], None)
@@ -323,10 +340,11 @@ class Walk:
         code = f.__code__
         user = is_users_file(code.co_filename)
         if not user and not f.__closure__ and not f.__defaults__ and not f.__kwdefaults__:
+            self._met_clock = self._met_clock or is_clock(f)
             self.parts.append(Same(f))
             return
         self.parts += (code, f.__module__, code.co_filename)
-        names = _names(code)
+        names = names_read_by(code) if constructs else names_of(code)
         self._met |= names
         for defaults in (f.__defaults__, f.__kwdefaults__):
             self._visit(defaults, (path, "defaults"))
@@ -342,8 +360,9 @@ class Walk:
             if f.__dict__:
                 self._places.append(Place(f.__dict__, f.__name__, None, True))
                 self._fields(f.__dict__, f, path)
-            for name in sorted(names & sys.modules.keys()):  # imported inside
-                if _is_users(sys.modules[name]):
+            imported = sys.modules.keys() if {"sys", "modules"} <= names else names & sys.modules.keys()
+            for name in sorted(imported):  # imported inside
+                if is_users(sys.modules[name]):
                     self._visit(sys.modules[name], (path, name))
             self._places.append(Place(f.__globals__, "", names))
             for name in sorted(names & f.__globals__.keys()):
@@ -382,39 +401,75 @@ class Walk:
         self.parts.append(cls)
         if isinstance(x, (float, *_PLAIN)):
             self.parts.append(repr(x))
-        fields = getattr(x, "__dict__", None)
-        if not _is_users(cls) and not isinstance(x, types.SimpleNamespace):
+        if not _is_partly_users(cls) and not isinstance(x, types.SimpleNamespace):
             self._library_object(x, path)
             return
+        depth, self._depth = self._depth, 0
+        fields = getattr(x, "__dict__", None)
         if isinstance(fields, dict):
             self._places.append(Place(fields, cls.__name__, None, True))
-            self._fields(fields, cls, path)
-        slots = self._names & _slots(cls)
+            self._fields(fields, x, path)
+        slots = _slots(cls) if self._reads_all() else self._names & _slots(cls)
         if slots:
             self._places.append(Place(x, cls.__name__, slots, True))
         for name in sorted(slots):
             if hasattr(x, name):
                 self.parts.append(name)
                 self._visit(getattr(x, name), (path, f".{name}"))
+        if _has_library_base(cls):  # whose code reads what no code of the user's names
+            self._content(x, path)
         self._class_part(cls, path)
+        self._depth = depth
 
     def _library_object(self, x: Any, path: Path) -> None:
-        """A configuration, a namespace: what its own code reads is unknown, so everything that is plain."""
         self.parts.append(Same(x))
-        fields = getattr(x, "__dict__", None)
-        if not isinstance(fields, dict) or len(fields) > _MANY_FIELDS:
+        if isinstance(x, weakref.ReferenceType):
+            self._visit(x(), path)
+        elif isinstance(x, weakref.ProxyTypes):
+            self._visit(x.__repr__.__self__, path)
+        elif isinstance(x, torch.Generator):
+            self.parts.append(x.initial_seed())
+        elif isinstance(x, (operator.attrgetter, operator.methodcaller)):
+            self._met |= set(_strings_in(x.__reduce__()))
+        elif isinstance(x, io.IOBase):
+            if not self._depth and not x.closed and x.readable() and not x.writable():
+                raise TraceError(
+                    f"{path_name(path) or 'the function'} is an open file, which gives something else each time, and "
+                    "a traced function runs once. Pass in what it holds as an argument."
+                )
+        else:
+            self._content(x, path)
+
+    def _content(self, x: Any, path: Path) -> None:
+        """All that an object holds, where the code that reads it is a library's and not looked into."""
+        if self._depth >= _DEPTH or type(x).__module__.partition(".")[0] in _OPAQUE:
             return
-        self._places.append(Place(fields, type(x).__name__, None, True, True))
-        for k, v in list(fields.items()):
-            if _is_simple(v, 3):
+        self._depth += 1
+        fields = getattr(x, "__dict__", None)
+        slots = _slots(_type(x))
+        if isinstance(fields, dict):
+            self._places.append(Place(fields, type(x).__name__, None, True, not _is_partly_users(_type(x))))
+        elif not slots:
+            with contextlib.suppress(TypeError, BufferError, ValueError, AttributeError):
+                self.parts.append(of_bytes(memoryview(x).tobytes()))
+        for k, v in [*(fields or {}).items(), *((k, getattr(x, k)) for k in sorted(slots) if hasattr(x, k))]:
+            if not isinstance(v, (types.ModuleType, type)):
                 self.parts.append(k)
                 self._visit(v, (path, f".{k}"))
+        self._depth -= 1
 
     def _class_part(self, cls: Any, path: Path) -> None:
         """What an object gets from the user's own classes: methods, properties, class attributes."""
         for base in cls.__mro__:
-            if _is_users(base):
-                self._visit(base, (path, ""))
+            if is_users(base):
+                self._base(base, (path, ""))
+
+    def _base(self, cls: Any, path: Path) -> None:
+        if id(cls) in self._seen:
+            self.parts.append(("seen", self._seen[id(cls)]))
+        else:
+            self._seen[id(cls)] = len(self._seen)
+            self._namespace(cls, path)
 
     def _namespace(self, x: Any, path: Path) -> None:
         """A class or a Python module of the user's."""
@@ -423,25 +478,58 @@ class Walk:
         for name, value in fields.items():  # called without being named
             if isinstance(value, types.FunctionType) and (name == "forward" or _is_special(name)):
                 self._visit(value, (path, f".{name}"))
+        if MATCH_ARGS in self._names:
+            self._met |= set(fields.get(MATCH_ARGS, ()))
         owner = x if isinstance(x, type) else vars(x)
         self._places.append(Place(owner, x.__name__, self._names, True))
         self._fields(fields, x, path)
+        if isinstance(x, type):
+            self._class_part(type(x), path)
+
+    def _constructors(self, cls: type, path: Path) -> None:
+        """What runs when a class is called that the code holds: of an object that exists already, it never runs."""
+        for base in cls.__mro__:
+            for name in ("__new__", "__init__", "__post_init__") if is_users(base) else ():
+                made = vars(base).get(name)
+                made = getattr(made, "__func__", made)
+                if isinstance(made, types.FunctionType) and id(made) not in self._seen:
+                    self._seen[id(made)] = len(self._seen)
+                    self._keep.append(made)
+                    self._function(made, (path, name), constructs=True)
+
+    def _reads_all(self) -> bool:
+        """Whether code that was met may read attributes that it does not name."""
+        return not self._names.isdisjoint(EVERY_FIELD | EVERY_METHOD)
 
     def _fields(self, fields: Any, owner: Any, path: Path) -> None:
-        all_of_them = self._names & _BY_NAME and not isinstance(owner, type)
-        for k in sorted(fields.keys() if all_of_them else fields.keys() & self._names, key=str):
+        named = fields.keys() & self._names
+        if self._reads_all():
+            named |= {k for k, v in fields.items() if self._may_be_read(k, v, owner)}
+        place = owner if isinstance(owner, (type, types.ModuleType, types.FunctionType)) else type(owner)
+        for k in sorted(named, key=str):
             value = fields[k]
             value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
             value = value.fget if isinstance(value, property) else value
+            value = value.func if isinstance(value, functools.cached_property) else value
             self.parts.append(k)
-            self._slot = (owner, str(k))
+            self._slot = (place, str(k))
             self._visit(value, (path, f".{k}"))
+
+    def _may_be_read(self, name: Any, value: Any, owner: Any) -> bool:
+        """Whether ``vars`` and the like may read a field that no code names."""
+        if _is_iterator(value) or (isinstance(name, str) and name.startswith("__")):
+            return False
+        if not isinstance(owner, (type, types.ModuleType)):
+            return True
+        if isinstance(value, (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)):
+            return not self._names.isdisjoint(EVERY_METHOD)
+        return not isinstance(value, (types.ModuleType, type))
 
 
 def _of_module(m: torch.nn.Module) -> list[Place]:
     cls: Any = type(m)
     kept = (m.__dict__, m.__dict__["_parameters"], m.__dict__["_buffers"])
-    return [Place(fields, cls.__name__, None, True, not _is_users(cls)) for fields in kept]
+    return [Place(fields, cls.__name__, None, True, not is_users(cls)) for fields in kept]
 
 
 def _is_special(name: str) -> bool:
@@ -449,13 +537,16 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__") and name not in ("__init__", "__new__", "__repr__", "__del__")
 
 
-def _is_simple(value: Any, depth: int) -> bool:
-    """Plain values and tensors, and small containers of these."""
-    if isinstance(value, (float, torch.Tensor, np.ndarray, *_PLAIN)):
-        return True
-    if depth == 0 or not isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)) or len(value) > 256:
-        return False
-    return all(_is_simple(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
+def _is_iterator(x: Any) -> bool:
+    return isinstance(x, collections.abc.Iterator) and type(x).__module__ in ("builtins", "itertools")
+
+
+def _strings_in(x: Any) -> Iterator[str]:
+    if isinstance(x, (tuple, dict)):
+        for part in x:
+            yield from _strings_in(part)
+    elif isinstance(x, str):
+        yield from (x, *x.split("."))
 
 
 def path_name(path: Path) -> str:
@@ -467,51 +558,25 @@ def path_name(path: Path) -> str:
     return "".join(p if p.startswith((".", "[")) else f".{p}" for p in reversed(parts) if p).lstrip(".")
 
 
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Every name that the code and the functions defined in it look up, ``getattr(x, "name")`` included."""
-    inner = (_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    strings = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
-    own = set(code.co_names)
-    if "getattr" in own and not _makes_names(code):
-        own.remove("getattr")
-    return frozenset(own).union(strings, *inner)
-
-
-def _makes_names(code: types.CodeType) -> bool:
-    """Whether some ``getattr`` is called with a name that is not written out."""
-    pending = written = False
-    for instruction in dis.get_instructions(code):
-        if instruction.argval == "getattr":
-            if pending:
-                return True
-            pending, written = True, False
-        elif not pending:
-            continue
-        elif instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
-            written = instruction.argval.isidentifier()
-        elif instruction.opname in ("BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE", "BINARY_OP"):
-            return True
-        elif instruction.opname.startswith("CALL"):
-            if not written:
-                return True
-            pending = False
-    return pending
-
-
 def _type(x: Any) -> Any:
     return type(x)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_users(x: Any) -> bool:
-    """Whether a class or a Python module is the user's own."""
-    if isinstance(x, type):
-        x = sys.modules.get(x.__module__)
-    file = getattr(x, "__file__", None)
-    if x is None or file is None:  # defined at a prompt, made by hand, or built in
-        return x is not None and (x.__name__ == "__main__" or x.__spec__ is None)
-    return is_users_file(os.path.abspath(file))
+def _is_partly_users(cls: Any) -> bool:
+    return any(is_users(base) for base in cls.__mro__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_library_base(cls: Any) -> bool:
+    """Whether a class of the user's inherits Python code of a library, which reads attributes of its objects."""
+    return any(not is_users(base) and _has_code(base) for base in cls.__mro__)
+
+
+def _has_code(cls: type) -> bool:
+    if cls.__module__ in ("abc", "typing", "builtins", "enum") or issubclass(cls, torch.nn.Module):
+        return False
+    return any(isinstance(value, types.FunctionType) for value in vars(cls).values())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,6 +19,7 @@ from .places import read_entry, write
 from .side_effects import Scratch, Watched, tensors_in
 from .torch2jax_engine import is_interpreted
 from .trees import Structure, to_jax_tree, to_torch_tree
+from .watching import watching
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,7 @@ class FlatFunction:
         args, kwargs = to_torch_tree(self._structure.join(tensors))
         try:
             with contextlib.ExitStack() as scope:
+                scope.enter_context(watching(self.walk.may_read_clocks))
                 if not self.mode.once:
                     scope.enter_context(_NoBatchStatistics(self.walk))
                 if not self.mode.grad and not self._is_interpreted:

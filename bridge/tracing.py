@@ -21,6 +21,7 @@ from .differentiation import Source, TorchFunction
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_traced_tensor
+from .names import read_count
 from .places import read_entry, write
 from .running import FlatFunction, Mode, no_place_for_state, no_place_for_updates
 from .side_effects import Generators
@@ -128,7 +129,12 @@ class _Made:
     tracing: Tracing
     flat: FlatFunction
     source: Source | None  # kept alive here, for further recordings
-    places: list[int | None]  # where the walk finds the captured tensors
+    places: Sequence[int | None] = ()  # where the walk finds the captured tensors
+
+    def find_in(self, walk: Walk) -> None:
+        """Note where the walk finds the captured tensors."""
+        indices = {id(t): i for i, t in enumerate(walk.tensors)}
+        self.places = [indices.get(id(t)) for t in self.tracing.captured]
 
     def adopt(self, walk: Walk) -> None:
         """Take the tensors of a function with the same key, or of this one when other tensors stand in their places."""
@@ -178,12 +184,17 @@ class _Traced:
         if made is None:
             if len(self._made) >= _CACHE_SIZE:
                 self._made.pop(next(iter(self._made)))
-            written, generators = WrittenContainers(walk), Generators(walk)
+            written, generators, read = WrittenContainers(walk), Generators(walk), read_count()
             made = self._trace(structure, metas, walk, mode, functools.partial(_is_wanted, outer))
             if generators.put_back():
                 raise frozen_number()
             written.remember()
-            self._made[form, Walk(self.torch_fun, structure.fixed).key] = made
+            again = Walk(self.torch_fun, structure.fixed)
+            if read_count() != read:  # names that the function puts together are followed from now on
+                return self._find(structure, arrays, again, outer)
+            if [id(p.owner) for p in again.places] == [id(p.owner) for p in walk.places]:  # else the next call traces
+                made.find_in(again)
+                self._made[form, again.key] = made
         else:
             made.adopt(walk)
         return made
@@ -208,8 +219,7 @@ class _Traced:
             flat.captured = tracing.captured
         else:
             source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
-        indices = {id(t): i for i, t in enumerate(walk.tensors)}
-        made = _Made(tracing, flat, source, [indices.get(id(t)) for t in tracing.captured])
+        made = _Made(tracing, flat, source)
         if is_second:
             read = next((s for s in flat.scratch if s.is_read), None)
             if read is not None:

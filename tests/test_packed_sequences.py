@@ -54,7 +54,8 @@ def test_recurrent_layers(cls: Any, options: dict[str, Any]) -> None:
 
 def test_bad_lengths() -> None:
     x = torch.randn(5, 2, 3)
-    for lengths, message in (([2, 3], "decreasing order"), ([6, 1], "between 1 and 5"), ([0, 0], "between 1"), ([3], "len")):
+    cases = (([2, 3], "decreasing order"), ([6, 1], "between 1 and 5"), ([0, 0], "between 1"), ([3], "len"))
+    for lengths, message in cases:
         with pytest.raises(RuntimeError, match=message):
             _through(lambda x, n=lengths: pack_padded_sequence(x, n).data)(x)
     captured = torch.tensor([3, 2])
