@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
-from .errors import TraceError, user_line
+from .errors import TraceError, memory_refusal, user_line
 from .graph import Meta, Value
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
@@ -28,6 +28,16 @@ _VALUE_METHODS = {
     torch.Tensor.__array__: "numpy.asarray",
     torch.Tensor.tolist: ".tolist()",
     torch.Tensor.__format__: "a formatted number",
+}
+_MEMORY_METHODS = {
+    torch.Tensor.data_ptr: ".data_ptr()",
+    torch.Tensor.storage: ".storage()",
+    torch.Tensor.untyped_storage: ".untyped_storage()",
+    torch.Tensor.__dlpack__: "DLPack",
+    torch.Tensor.share_memory_: ".share_memory_()",
+    torch.Tensor.is_shared: ".is_shared()",
+    torch.Tensor.is_pinned: ".is_pinned()",
+    torch.Tensor.is_set_to: ".is_set_to()",
 }
 
 _STRIDED = (
@@ -69,7 +79,6 @@ class Captured:
     ) -> None:
         """With ``copies``, a stand-in of a tensor that has a history may be written to in place, as the tensor may."""
         self.recorder, self.wants, self.copies = recorder, wants, copies
-        self.refusal: TraceError | None = None
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.tensors = list(known)
         self.rows: list[Row] = []
@@ -211,17 +220,16 @@ class Interception(TorchFunctionMode):
         self.recorder, self.captured = captured.recorder, captured
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
+        with self.recorder.noting_refusals():
             return self._run(func, args, kwargs or {})
-        except TraceError as error:
-            self.captured.refusal = error  # Tensor's operators turn a TypeError into NotImplemented
-            raise
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
         if self.captured.rows:
             self.captured.check_rows((args, kwargs))
         if func in _VALUE_METHODS and args[1:] != ("",):  # f"{x}" shows the tensor as it is
+            return self._constant_value(func, *args, **kwargs)
+        if func in _MEMORY_METHODS:
             return self._constant_value(func, *args, **kwargs)
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -280,6 +288,8 @@ class Interception(TorchFunctionMode):
             ):
                 with ti.no_dispatch():
                     return func(inner, *args, **kwargs)
+        if func in _MEMORY_METHODS:
+            raise memory_refusal(user_line(), _MEMORY_METHODS[func])
         raise TraceError(
             f"{user_line()}: {_VALUE_METHODS[func]} was asked of a tensor that depends on the arguments. A traced "
             "function runs once and must not depend on values: stay in torch ops, or compute it outside and pass it in."

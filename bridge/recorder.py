@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,7 @@ class Recorder(ti.TorchDispatchMode):
         self.where: dict[int, Ref] = {}
         self.keep: list[torch.Tensor] = []  # ids stay unique while their tensors live
         self.draws: dict[str, int] = {}
+        self.refusal: TraceError | None = None  # Tensor's operators, C++ and the function itself may catch it
         self.core = ti.core_decompositions()
 
     @classmethod
@@ -50,8 +51,7 @@ class Recorder(ti.TorchDispatchMode):
         return True
 
     def input(self, meta: Meta) -> torch.Tensor:
-        with ti.no_dispatch(), self.fake:
-            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        tensor = self._without_values(meta)
         self.nodes.append(None)
         self._bind(tensor, Ref(len(self.nodes) - 1))
         return tensor
@@ -64,11 +64,27 @@ class Recorder(ti.TorchDispatchMode):
     def is_constant(self, tensor: torch.Tensor) -> bool:
         return id(tensor) not in self.where and not isinstance(tensor, ti.FakeTensor)
 
+    supports_higher_order_operators = True  # to refuse them by name
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # what runs down here is torch's own, not the user's
+        with torch._C.DisableTorchFunction(), self.noting_refusals():  # what runs down here is torch's, not the user's
             return self._dispatch(func, args, kwargs or {})
 
+    @contextlib.contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Remember a refusal, in case that it does not get through."""
+        try:
+            yield
+        except TraceError as error:
+            self.refusal = error
+            raise
+
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise TraceError(
+                f"{user_line()}: {func} (control flow such as torch.cond, or a custom op that writes to its arguments) "
+                "cannot be expressed in JAX. Use torch ops there, or do this outside and pass the result in."
+            )
         tensors = [t for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(isinstance(t, ti.FunctionalTensor) for t in tensors):
             return NotImplemented
@@ -171,6 +187,11 @@ class Recorder(ti.TorchDispatchMode):
                 "program cannot express. Keep the shape fixed: a mask with torch.where, or a weighted sum."
             ) from None
         except Exception as error:
+            if func.namespace not in ("aten", "prims", "microtome"):
+                raise TraceError(
+                    f"{user_line()}: {func} is a custom op that cannot be traced ({error}). Use torch ops there, or "
+                    "compute this part outside of the function and pass the result in."
+                ) from error
             error.add_note(f"while microtome traced {user_line()}")
             raise
         outs = ti.torch_pytree.tree_leaves(out)
@@ -205,8 +226,7 @@ class Recorder(ti.TorchDispatchMode):
             self.nodes.append(Node(op, values, spec, tuple(results), False, draw, user_line()))
             outs = []
             for j, meta in enumerate(results):
-                with ti.no_dispatch(), self.fake:
-                    out = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+                out = self._without_values(meta)
                 self._bind(out, Ref(index, j))
                 outs.append(ti.to_fun(out))
             return outs
@@ -222,6 +242,14 @@ class Recorder(ti.TorchDispatchMode):
         made = self.call(_Barrier(), tensors, results, None, (held,))
         return [new.requires_grad_(t.requires_grad) for new, t in zip(made, tensors, strict=True)]
 
+    def _without_values(self, meta: Meta, stride: Sequence[int] | None = None) -> ti.FakeTensor:
+        """A tensor without memory: what escaped the recorder would compute on values that nobody wrote."""
+        with torch._C.DisableTorchFunction(), ti.no_dispatch():
+            shape = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            if stride is not None:
+                shape = torch.empty_strided(meta.shape, stride, dtype=meta.dtype, device="meta")
+            return ti.FakeTensor(self.fake, shape, meta.device)
+
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
             out = tensor.detach()
@@ -230,8 +258,7 @@ class Recorder(ti.TorchDispatchMode):
 
     def _own(self, out: torch.Tensor, tensors: list[torch.Tensor], ref: Ref) -> torch.Tensor:
         if any(out is t for t in tensors):  # an op that hands its argument back must not rebind it
-            with ti.no_dispatch(), self.fake:
-                out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+            out = self._without_values(Meta.of(out), out.stride())
         self._bind(out, ref)
         return out
 

@@ -23,7 +23,16 @@ import torch
 
 from . import torch_internals as ti
 from .checkpoints import recorded_checkpoints
-from .errors import TraceError, WrittenArgument, WrittenLeaf, frozen_number, refuse_seed
+from .errors import (
+    TraceError,
+    WrittenArgument,
+    WrittenLeaf,
+    asks_for_memory,
+    frozen_number,
+    memory_refusal,
+    refuse_seed,
+    user_line,
+)
 from .graph import Graph, Meta, Value
 from .interception import Captured, Interception, is_traced_tensor, recording
 from .recorder import Recorder
@@ -114,6 +123,21 @@ def _unchanged_generators() -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
+@contextlib.contextmanager
+def _naming_refusals(recorder: Recorder) -> Iterator[None]:
+    """A refusal comes out as it was, whatever became of it on its way; so does what torch refuses for our tensors."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        if recorder.refusal is not None:
+            raise recorder.refusal from error
+        if asks_for_memory(error):
+            raise memory_refusal(user_line(error), "the memory") from error
+        raise
+
+
 def _record_once(
     fun: Any, metas: Any, need: Any, known: Any, wants: Any, copies: bool = False
 ) -> tuple[Graph, list[torch.Tensor]]:
@@ -121,8 +145,10 @@ def _record_once(
     captured = Captured(recorder, known, wants, copies)
     inner = [recorder.input(meta) for meta in metas]
     with (
+        _naming_refusals(recorder),
         _unchanged_generators(),
         ti.plain_kernels(),
+        ti.without_other_tracers(),
         recorded_checkpoints(recorder),
         torch.enable_grad(),
         recorder,
@@ -133,18 +159,13 @@ def _record_once(
             captured.add(tensor, differentiable or tensor.requires_grad)
         interception = Interception(captured)
         with interception, captured, ti.entering_functorch(captured.stand_in):
-            try:
-                outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
-            except TypeError as error:
-                if captured.refusal is None or isinstance(error, TraceError):
-                    raise
-                raise captured.refusal from error
+            outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
             with torch._C.DisableTorchFunction():  # to ask for a version is a use as well
                 for row in captured.rows:
                     row.check_use(outputs)
                     row.check_writes()
-            if captured.refusal is not None:  # the function caught it, and went another way than it would in torch
-                raise captured.refusal
+            if recorder.refusal is not None:  # the function caught it, and went another way than it would in torch
+                raise recorder.refusal
             differentiable = [o.requires_grad for o in outputs]
             cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
             wanted = [a for a, n in zip(arguments, need, strict=False) if n]

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from .errors import refuse_backward, refuse_seed
+from .errors import refuse_backward, refuse_seed, refuse_tracer
 
 try:
     from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
@@ -44,6 +44,7 @@ try:
         FakeTensorMode,
     )
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
     from torch.utils import _pytree as torch_pytree
     from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -97,6 +98,7 @@ __all__ = [
     "unwrap_if_dead",
     "without_forward_mode",
     "without_modes",
+    "without_other_tracers",
     "without_saved_tensor_hooks",
 ]
 
@@ -222,6 +224,34 @@ def proxies_are_active() -> bool:
     return torch._C._get_dispatch_mode(BELOW_FUNCTIONALISATION) is not None
 
 
+@contextlib.contextmanager
+def without_other_tracers() -> Iterator[None]:
+    """While recording: torch's own tracers would take the tensors of the recording for constants.
+
+    ``torch.func.linearize`` pushes each tangent forward instead of tracing that, and what ``torch.compile`` made runs
+    as it was written. Whatever else traces is refused.
+    """
+    grads: Any = eager_transforms
+    proxies: Any = ProxyTorchDispatchMode
+    disallow, enter = grads.lazy_dynamo_disallow, proxies.__enter__
+    here = _this_thread()
+
+    def untraced(step: Any) -> Any:  # linearize wraps the two steps by which it makes a graph
+        if not here():
+            return disallow(step)
+        if step is not grads.make_fx:
+            return lambda graph: graph
+        return lambda push: lambda _: lambda *tangents: torch_pytree.tree_leaves(push(tangents))
+
+    grads.lazy_dynamo_disallow = untraced
+    proxies.__enter__ = lambda mode: (refuse_tracer if here() else enter)(mode)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        grads.lazy_dynamo_disallow, proxies.__enter__ = disallow, enter
+
+
 def forward_mode_is_active() -> bool:
     """Whether tensors may be dual numbers."""
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
@@ -298,6 +328,8 @@ def plain_kernels() -> Iterator[None]:
     random: Any = torch.random
     backward, seed = autograd.backward, random.manual_seed
     here = _this_thread()
+    rnn: Any = torch.nn.RNNBase
+    flatten_parameters = rnn.flatten_parameters
     mkldnn = torch._C._get_mkldnn_enabled()
     fastpath = torch.backends.mha.get_fastpath_enabled()
     skipped = torch.ops.aten._linalg_check_errors.default
@@ -310,6 +342,8 @@ def plain_kernels() -> Iterator[None]:
         random.manual_seed = seeding.manual_seed = lambda seed_: (refuse_seed if here() else seed)(seed_)
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
+        # cuDNN wants the weights side by side in memory, which they do not have here.
+        rnn.flatten_parameters = lambda module: None if here() else flatten_parameters(module)
         torch.backends.mha.set_fastpath_enabled(False)
         torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)
         # A compiled module or function runs as what it was compiled from.
@@ -319,6 +353,7 @@ def plain_kernels() -> Iterator[None]:
         fake_log.disabled = False
         autograd.backward = backward
         random.manual_seed = seeding.manual_seed = seed
+        rnn.flatten_parameters = flatten_parameters
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
         effects.has_effects = has_effects

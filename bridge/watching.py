@@ -151,7 +151,7 @@ def _refuse(what: str, way_out: str) -> NoReturn:
     error = TraceError(f"{user_line()}: the function {what}. {_INSTEAD}: {way_out}")
     current = recording()
     if current is not None:  # the function may catch it
-        current.refusal = error
+        current.recorder.refusal = error
     raise error
 
 

@@ -854,7 +854,6 @@ def test_a_training_step_under_torch_compile() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.xfail(reason="torch.compile inside of a trace is refused in words that do not name it")
 def test_a_compiled_function_inside_of_a_call() -> None:
     inner = torch.compile(lambda t: t.sin() * 2, backend="eager")
     torch.testing.assert_close(_through(lambda x: inner(x) + 1)(X), X.sin() * 2 + 1)

@@ -189,12 +189,22 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return (classes.index_select(0, tensor.reshape(-1)).reshape(tensor.shape).unsqueeze(-1) == classes).long()
 
 
+def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """As ``copy.deepcopy`` of a tensor, which copies memory."""
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
 def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
     """As ``F.linear_cross_entropy``; how it is cut into chunks is left to XLA."""
     return F.linear_cross_entropy(*args, **kwargs)
 
 
 REPLACEMENTS: dict[Any, Any] = {
+    torch.Tensor.__deepcopy__: deepcopy,
     torch.Tensor.__floordiv__: floor_divide,
     torch.Tensor.floor_divide: floor_divide,
     torch.Tensor.index_fill: index_fill,
