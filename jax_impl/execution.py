@@ -104,9 +104,7 @@ def accumulate(
 def summed_outputs(accumulators: AccumulatorTree, traced: Traced) -> list[bool]:
     """Which flat outputs are only summed over the examples."""
     sums = (AccumulationType.SUM, AccumulationType.MEAN, AccumulationType.RUNNING_MEAN)
-    pairs = match(accumulators, traced.output)
-    flags = [(kind in sums, leaf.dtype) for kind, part in pairs for leaf in jax.tree.leaves(part)]
-    return [flag and jnp.issubdtype(dtype, jnp.floating) for flag, dtype in flags]
+    return [kind in sums for kind, part in match(accumulators, traced.output) for _ in jax.tree.leaves(part)]
 
 
 def _by_factors(

@@ -565,7 +565,8 @@ def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
 class Factored:
     """A program of one example, ``(constants, leaves) -> outputs``, mapped over microbatches of any size.
 
-    Outputs that are only to be summed over the examples come out as :class:`Sum` where they have factors.
+    Outputs that are only to be summed over the examples come out as :class:`Sum` where they have factors, or where they
+    are the same for all examples.
     """
 
     def __init__(self, closed: ClosedJaxpr, axes: Sequence[int], summed: Sequence[bool], in_loop: bool) -> None:
@@ -573,11 +574,15 @@ class Factored:
         self.in_order = in_loop and jax.default_backend() == "cpu"
         flat = inline(closed, consts_first=True)
         batched = [*[False] * self.count, *[True] * len(self.axes)]
-        self.program = rewrite(flat, batched, summed)
+        self.summed = list(summed)
+        wanted = [
+            s and jnp.issubdtype(v.aval.dtype, jnp.floating) for v, s in zip(flat.jaxpr.outvars, summed, strict=True)
+        ]
+        self.program = rewrite(flat, batched, wanted)
         self.split = None
         if whole := dependents(self.program.closed, batched):
             program = self.program.computed(whole)
-            arrays = [w and p.terms is None for p, w in zip(program.pieces, summed, strict=True) for _ in p.flags]
+            arrays = [w and p.terms is None for p, w in zip(program.pieces, wanted, strict=True) for _ in p.flags]
             if one_by_one := split(program.closed, batched, arrays):
                 self.program, self.split = program, one_by_one
         self.out_axes = self._example_axes()
@@ -609,9 +614,12 @@ class Factored:
         for i, (piece, (arrays, _)) in enumerate(zip(self.program.pieces, groups, strict=True)):
             if i in sums:
                 outs.append(sums[i])
+            elif piece.flags[0]:
+                outs.append(arrays[0])
+            elif self.summed[i]:  # the same for all examples, as the zeros of a frozen parameter: never stacked
+                outs.append(Sum(arrays[0].astype(wide(piece.dtype)) * rows, rows, piece.dtype))
             else:
-                array = arrays[0]
-                outs.append(array if piece.flags[0] else jnp.broadcast_to(array, (rows, *array.shape)))
+                outs.append(jnp.broadcast_to(arrays[0], (rows, *piece.shape)))
         return outs
 
     def _sums(self, groups: Sequence[tuple[list[Any], list[int | None]]], rows: int) -> dict[int, Sum]:
