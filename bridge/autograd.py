@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import torch_internals as ti
-from .compilation import Flat, Mapped, Product, Program, Pushforward, memory_order
+from .compilation import Flat, Mapped, Product, Program, Pushforward, maps_function, memory_order
 from .context import Call, running
 from .graph import Meta
 from .interception import recording
@@ -194,7 +194,8 @@ class _Transformed(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, flat: Flat, key: Any, *tensors: torch.Tensor) -> Any:
         outline = flat.root.outline
         assert outline is not None
-        for i in (*outline.mutated, *(i for i, _ in outline.carried)):
+        written = *outline.mutated, *(i for i, _ in outline.carried)
+        for i in written if maps_function(flat, in_dims[2:]) else ():
             raise no_place_for_updates(flat.root.inputs[i], flat.root.walk)
         if outline.draws and info.randomness == "error":
             raise RuntimeError(

@@ -99,6 +99,12 @@ class Bound:
         """The value of a call, with the tensors that belong to the sources there."""
         return to_torch_tree(self.structure.join(map(tensor, self.tensors)))
 
+    @property
+    def bases(self) -> list[Basic]:
+        """The inputs and results that the value is made of."""
+        bases = (source.base if isinstance(source, View) else source for source in self.tensors)
+        return [base for base in bases if not isinstance(base, Constant)]
+
     def renumbered(self, number: Callable[[Basic], Basic]) -> Bound:
         """The same with the numbers of the call around."""
 
@@ -211,7 +217,7 @@ class Results:
         if self._captured is None:  # torch2jax runs the function at each call
             return Constant(tensor)
         if ti.is_functorch_wrapped_tensor(tensor):
-            if self._once and _is_row(tensor):
+            if self._once and is_row(tensor):
                 raise TraceError(
                     f"{user_line()}: the traced function assigns a row of torch.func.vmap to {name}, which has no "
                     "meaning after it. Return it from the function that is mapped, and assign what vmap returns."
@@ -247,7 +253,8 @@ class Results:
         return Made(len(self.tensors) - 1)
 
 
-def _is_row(tensor: Any) -> bool:
+def is_row(tensor: Any) -> bool:
+    """Whether a tensor stands for the rows of ``torch.func.vmap``."""
     while ti.is_functorch_wrapped_tensor(tensor):
         if ti.is_batched(tensor):
             return True

@@ -16,7 +16,7 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .bindings import Basic, Bound, Effect, Given, entries, from_basic, leave
+from .bindings import Basic, Bound, Effect, Given, entries, from_basic, is_row, leave
 from .captures import Place, Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
 from .compilation import Outline, Root, outline
 from .devices import start_jax
@@ -112,17 +112,22 @@ def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], k
 
 def _leave(root: Root, places: list[Place], outputs: Sequence[Any]) -> None:
     """Put what the call leaves behind into its places."""
-    assert root.outline is not None
-    for i, result in root.outline.carried:
+    left = root.outline
+    assert left is not None
+    for i, result in left.carried:
         root.inputs[i].copy_(outputs[result])
 
-    def tensor(source: Basic) -> torch.Tensor:
-        return (root.inputs if isinstance(source, Given) else outputs)[source.index]
+    def tensor(source: Basic) -> Any:
+        if isinstance(source, Given):
+            return root.inputs[source.index]
+        # A call that torch.func.vmap runs for each row gives no more than its results.
+        return outputs[source.index] if left.results == len(outputs) else None
 
-    effects = root.outline.effects
-    if root.outline.results > len(outputs):  # under torch.func.vmap, where each row would leave something else
-        effects = [e for e in effects if not isinstance(e.after, Bound)]
-    leave(effects, places, from_basic(tensor))
+    def is_kept(effect: Effect) -> bool:
+        bases = effect.after.bases if isinstance(effect.after, Bound) else ()
+        return not any(tensor(base) is None or is_row(tensor(base)) for base in bases)
+
+    leave(list(filter(is_kept, left.effects)), places, from_basic(tensor))
 
 
 def _prepare(

@@ -109,7 +109,7 @@ class Root(Flat):
         last: Any = None
         for places, effect, tensor in call.left:
             if places is not last:
-                last, standing = places, {(e.place, e.key): e.after for e in call.effects}
+                last, values, standing = places, {}, {(e.place, e.key): e.after for e in call.effects}
             after = effect.after
             if isinstance(after, Bound):
                 renumbered = after.renumbered(lambda source, tensor=tensor: number(tensor(source)))  # type: ignore[misc]
@@ -177,13 +177,18 @@ class Mapped(Flat):
         self.key = "mapped", axes, size, same_draws, base.key
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
-        call.has_rows = True
+        call.has_rows = call.has_rows or maps_function(self.base, self.axes)
 
         def run(row: Any, *arrays: Any) -> list[Any]:
             own = key if self.same_draws else jax.random.fold_in(key, row)
             return self.base.run(call, own, arrays)
 
         return jax.vmap(run, (0, *self.axes))(jnp.arange(self.size, dtype=jnp.uint32), *arrays)
+
+
+def maps_function(flat: Flat, axes: Sequence[int | None]) -> bool:
+    """Whether a map along these axes runs the function itself for each row, and not only a derivative of it."""
+    return any(axis is not None for axis in axes[: len(flat.root.inputs)])
 
 
 def pull_back(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Arrays) -> tuple[Any, Any, Any]:

@@ -114,6 +114,16 @@ class Graph:
         self.draws = any(self.nodes[i].draw is not None for i in numbered)  # type: ignore[union-attr]
         self.recomputes = self._recomputes(numbered, start)
 
+    def reads(self, captured: Iterable[int]) -> bool:
+        """Whether results depend on what some of the captured tensors hold."""
+        inputs = {self.captured[i] for i in captured}
+        return depend(self.nodes, [*self.outputs, *(value for _, value in self.mutations)], inputs)
+
+    @property
+    def forward_ops(self) -> list[Any]:
+        """The ops of the forward half."""
+        return [self.nodes[i].op for i in self.forward_nodes]  # type: ignore[union-attr]
+
     def _recomputes(self, numbered: Sequence[int], start: int) -> bool:
         """Whether the backward half does again what the forward half did, as a checkpoint makes torch do."""
         first: dict[Any, int] = {}
@@ -169,6 +179,29 @@ class Graph:
             assert meta is not None
             metas.append(meta)
         return metas
+
+
+# Ops that take no more than dtype and shape from a tensor.
+_OF_FORM = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+    )
+)
+
+
+def depend(nodes: Sequence[Node | None], values: Iterable[Value], inputs: set[int]) -> bool:
+    """Whether some of the values are computed from what some of the inputs hold."""
+    stack = [value.node for value in values if isinstance(value, Ref)]
+    seen: set[int] = set()
+    while stack:
+        i = stack.pop()
+        node = nodes[i]
+        if i not in seen and node is not None and str(getattr(node.op, "overloadpacket", node.op)) not in _OF_FORM:
+            stack += node.refs()
+        seen.add(i)
+    return not seen.isdisjoint(inputs)
 
 
 def _is_view(op: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
 from .errors import TraceError, memory_refusal, user_line
-from .graph import Meta, Value
+from .graph import Meta, Value, depend
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
 from .recorder import Recorder
@@ -113,15 +113,8 @@ class Captured:
         where = self.recorder.where
         inner = {id(t): x for t, x in zip(self.tensors, self.inputs, strict=True)}
         wanted = {where[id(inner[id(s)])].node for s in sources if id(s) in inner}
-        stack = [where[i].node for i in (id(ti.from_fun(t)) for t in tensors) if i in where] if wanted else []
-        seen: set[int] = set()
-        while stack:
-            i = stack.pop()
-            node = self.recorder.nodes[i]
-            if i not in seen and node is not None:
-                stack += node.refs()
-            seen.add(i)
-        return not seen.isdisjoint(wanted)
+        made = [where[i] for i in (id(ti.from_fun(t)) for t in tensors) if i in where]
+        return depend(self.recorder.nodes, made, wanted)
 
     def check_rows(self, used: Any) -> None:
         """Refuse what is used of rows that are copies here and would be views in torch."""

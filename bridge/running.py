@@ -39,6 +39,7 @@ class FlatFunction:
         self, torch_fun: Callable[..., Any], structure: Structure, walk: Walk, mode: Mode, is_interpreted: bool
     ) -> None:
         self._torch_fun, self._structure, self.mode = torch_fun, structure, mode
+        self.arguments = sum(structure.moves)
         self._is_interpreted = is_interpreted
         self.walk = walk
         self.shape: Structure | None = None  # of what it returns
@@ -146,7 +147,8 @@ class _NoBatchStatistics(TorchFunctionMode):
 
 
 _NO_MEANING = (
-    "but the function runs per example, in microbatches or in chunks, where one update per call has no meaning"
+    "but the function runs per example, in microbatches or in chunks (or in a jax.jit of your own), where one update "
+    "per call has no meaning"
 )
 
 

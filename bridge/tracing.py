@@ -24,7 +24,7 @@ from .interception import is_traced_tensor
 from .names import read_count
 from .places import read_entry, write
 from .running import FlatFunction, Mode, no_place_for_state, no_place_for_updates
-from .side_effects import Generators
+from .side_effects import Generators, tensors_in
 from .torch2jax_engine import InterpretedFunction
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
@@ -185,7 +185,10 @@ class _Traced:
             if len(self._made) >= _CACHE_SIZE:
                 self._made.pop(next(iter(self._made)))
             written, generators, read = WrittenContainers(walk), Generators(walk), read_count()
-            made = self._trace(structure, metas, walk, mode, functools.partial(_is_wanted, outer))
+            wants = functools.partial(_is_wanted, outer)
+            trace = lambda walk: self._trace(structure, metas, walk, mode, wants)
+            made = trace(walk)
+            self._check_second_call(made, trace, walk, structure.fixed)
             if generators.put_back():
                 raise frozen_number()
             written.remember()
@@ -206,7 +209,6 @@ class _Traced:
         walk: Walk,
         mode: Mode,
         wants: Callable[[torch.Tensor], bool],
-        is_second: bool = False,
     ) -> _Made:
         flat = FlatFunction(self.torch_fun, structure, walk, mode, self.engine == "torch2jax")
         if self.engine == "record":
@@ -219,24 +221,36 @@ class _Traced:
             flat.captured = tracing.captured
         else:
             source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
-        made = _Made(tracing, flat, source)
-        if is_second:
-            read = next((s for s in flat.scratch if s.is_read), None)
-            if read is not None:
-                raise no_place_for_state(read, walk)
-        elif any(s.is_read or not s.is_same for s in flat.scratch):
-            # Whether this is state that is kept is seen in a second call, which starts from what the first one left.
-            inputs = bindings.from_basic(lambda source: tracing.captured[source.index - len(metas)])
-            left = bindings.leave(flat.effects, walk.places, inputs)
-            left += [(s.place, s.key, read_entry(s.place, s.key)) for s in flat.scratch]
+        return _Made(tracing, flat, source)
+
+    def _check_second_call(self, first: _Made, trace: Callable[[Walk], _Made], walk: Walk, fixed: Any) -> None:
+        """Refuse state that is kept where nothing is: a second call would start from what the first one left."""
+        flat, captured = first.flat, first.tracing.captured
+        if all(s.is_same and not s.is_read for s in flat.scratch):
+            return  # the first call has started from such a state
+        blanks: list[torch.Tensor] = []
+        left = bindings.leave(
+            flat.effects, walk.places, bindings.from_basic(lambda source: captured[source.index - flat.arguments])
+        )
+        left += [(s.place, s.key, read_entry(s.place, s.key)) for s in flat.scratch]
+        try:
             for s in flat.scratch:
-                write(s.place, s.key, s.stand_in())
-            try:
-                again = Walk(self.torch_fun, structure.fixed)
-                self._trace(structure, metas, again, mode, wants, is_second=True)
-            finally:
-                bindings.restore(left)
-        return made
+                value = s.stand_in()
+                blanks += tensors_in(value)
+                write(s.place, s.key, value)
+            again = Walk(self.torch_fun, fixed)
+            second = trace(again)
+        finally:
+            bindings.restore(left)
+        one, two = first.tracing, second.tracing
+        assert isinstance(one, TorchFunction)
+        assert isinstance(two, TorchFunction)
+        read = next((s for s in second.flat.scratch if s.is_read), None)
+        met = [i for i, t in enumerate(two.captured) if any(t is blank for blank in blanks)]
+        if read is None and (two.first.reads(met) or one.first.forward_ops != two.first.forward_ops):
+            read = flat.scratch[0]
+        if read is not None:
+            raise no_place_for_state(read, walk)
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
