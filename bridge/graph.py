@@ -113,6 +113,11 @@ class Graph:
         self.saved = sorted(read, key=lambda ref: (ref.node, ref.item or 0))
         self.draws = any(self.nodes[i].draw is not None for i in numbered)  # type: ignore[union-attr]
         self.recomputes = self._recomputes(numbered, start)
+        from .rewriting import barriers
+
+        self.guarded_leaves, self.guarded_results = barriers(
+            self.nodes, [*roots, *(g for g in self.gradients if g is not None)]
+        )
 
     def reads(self, captured: Iterable[int]) -> bool:
         """Whether results depend on what some of the captured tensors hold."""
@@ -215,6 +220,9 @@ def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Arra
         node = graph.nodes[i]
         assert node is not None
         leaves = [read(values, leaf) if type(leaf) in (Ref, Const) else leaf for leaf in node.leaves]
+        places = graph.guarded_leaves.get(i, ())
+        for j in places:
+            leaves[j] = _apart(leaves[j], node, j)
         args, kwargs = node.spec.unflatten(leaves)
         draw_key = None if node.draw is None else jax.random.fold_in(key, node.draw)
         try:
@@ -223,9 +231,18 @@ def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Arra
         except (TypeError, ValueError, NotImplementedError, AssertionError, AttributeError, IndexError) as error:
             raise TypeError(f"{node.line}: {node.op} could not be expressed in JAX: {error}") from error
         if node.single:
-            values[i] = _as_eager(result, node.results[0])
+            value = _as_eager(result, node.results[0])
+            values[i] = jax.lax.optimization_barrier(value) if i in graph.guarded_results else value
         else:
             values[i] = [_as_eager(r, meta) for r, meta in zip(result, node.results, strict=True)]
+
+
+def _apart(operand: Any, node: Node, place: int) -> Any:
+    """An operand of an elementwise op, out of the sight of XLA's simplifier; a divisor is spread out before."""
+    meta = node.results[0]
+    if place == 1 and meta is not None:
+        operand = jnp.broadcast_to(operand, meta.shape)
+    return jax.lax.optimization_barrier(operand)
 
 
 def read(values: dict[int, Any], value: Value) -> jax.Array:

@@ -84,12 +84,40 @@ def _numbers(mask: Array, dtype: Any) -> Array:
     return jnp.where(mask, jnp.ones((), dtype), jnp.zeros((), dtype))
 
 
-@lowering("aten.mul.Tensor", results=True)
+def _beside_number(x: Any, y: Any, results: Any) -> tuple[Any, Any]:
+    """Both operands in float32, where a half meets a Python number: torch does not round the number to half."""
+    half = results[0].dtype in (torch.float16, torch.bfloat16)
+    if half and (isinstance(x, (int, float)) or isinstance(y, (int, float))):
+        return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+    return x, y
+
+
+@lowering("aten.mul.Tensor", "aten.mul.Scalar", results=True)
 def mul(x: Any, y: Any, *, results: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
         x, y = (_numbers(v, dtype) if getattr(v, "dtype", None) == np.bool_ else v for v in (x, y))
-    return _torchax(aten.mul.Tensor, x, y)
+    return _torchax(aten.mul.Tensor, *_beside_number(x, y, results))
+
+
+@lowering("aten.div.Tensor", "aten.div.Scalar", results=True)
+def div(x: Any, y: Any, *, results: Any) -> Array:
+    """In float32 for half, as torch does: XLA multiplies by the reciprocal of what is broadcast, which must not round.
+
+    The reciprocal of a number near the ends of the range is none: the number is scaled by a power of two.
+    """
+    dtype = jax_dtype(results[0].dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _torchax(aten.div.Tensor, x, y)
+    dtype = jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+    x = jnp.asarray(x, dtype)
+    if isinstance(y, (int, float)):
+        info = jnp.finfo(dtype)
+        normal, step = float(info.tiny), 2.0 ** (info.nmant + 1)
+        scale = 1 / step if 0.25 / normal < abs(y) <= info.max else step if 0 < abs(y) < normal else 1.0
+        if scale != 1:
+            return jax.lax.optimization_barrier(x / jnp.asarray(y * scale, dtype)) * jnp.asarray(scale, dtype)
+    return x / jnp.asarray(y, dtype)
 
 
 @lowering("aten._to_copy", results=True)
@@ -97,7 +125,12 @@ def to_copy(x: Array, *, results: Any, **kwargs: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
     if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
         return _numbers(x, dtype)
-    return x.astype(dtype)
+    converted = x.astype(dtype)
+    rounds = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
+    if rounds and jnp.finfo(dtype).nmant < jnp.finfo(x.dtype).nmant:
+        # XLA would otherwise be free to take x itself for what is converted back from it.
+        return jax.lax.optimization_barrier(converted)
+    return converted
 
 
 @lowering("aten.sign", "aten.sgn")
@@ -124,6 +157,9 @@ def softshrink_backward(g: Array, x: Array, limit: Any) -> Array:
 @lowering("aten.pow.Tensor_Scalar", results=True)
 def power_by_scalar(x: Array, exponent: Any, *, results: Any) -> Array:
     dtype = _integers(results)
+    if abs(exponent) == 0.5 and x.dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
+        # Torch takes the root: NaN at -inf, and -inf at -0.
+        return jnp.sqrt(x) if exponent > 0 else jax.lax.rsqrt(x)
     if dtype is None:
         return _torchax(aten.pow.Tensor_Scalar, x, exponent)
     if exponent < 0:
