@@ -34,6 +34,7 @@ class Condition:
 
 
 def asserted(message: str = "Expected Tensor with single nonzero value, but got zero") -> Condition:
+    """A flag that has to be set: ``torch._assert_async``."""
     return Condition(lambda flag: flag != 0, lambda _: RuntimeError(message))
 
 
@@ -89,6 +90,8 @@ def reports_failure(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 @dataclasses.dataclass(frozen=True)
 class Check:
+    """A condition, and the value of a graph that shows whether it holds."""
+
     condition: Condition
     evidence: Any  # a value of the graph
     line: str

@@ -105,9 +105,10 @@ class Graph:
         self.forward_checks = [c for c, is_later in zip(self.checks, later, strict=True) if not is_later]
         self.backward_checks = [c for c, is_later in zip(self.checks, later, strict=True) if is_later]
         evidence = [c.evidence for c in self.forward_checks]
-        forward = self._live([*self.outputs, *(value for _, value in self.mutations), *evidence])
+        roots = [*self.outputs, *(value for _, value in self.mutations), *evidence]
         evidence = [c.evidence for c in self.backward_checks] if any(self.need) else []
-        backward = self._live([*(g for g in self.gradients if g is not None), *evidence])
+        backward_roots = [*(g for g in self.gradients if g is not None), *evidence]
+        forward, backward = self._live(roots), self._live(backward_roots)
         after = set(range(start, len(self.nodes)))
         numbered = [i for i, node in enumerate(self.nodes) if node is not None]
         self.forward_nodes = [i for i in numbered if i in forward]
@@ -121,9 +122,7 @@ class Graph:
         self.recomputes = self._recomputes(numbered, start)
         from .rewriting import barriers
 
-        self.guarded_leaves, self.guarded_results = barriers(
-            self.nodes, [*roots, *(g for g in self.gradients if g is not None)]
-        )
+        self.guarded_leaves, self.guarded_results = barriers(self.nodes, [*roots, *backward_roots])
 
     def reads(self, captured: Iterable[int]) -> bool:
         """Whether results depend on what some of the captured tensors hold."""

@@ -211,24 +211,24 @@ def _neutral(reduce: str, dtype: Any) -> Any:
 @lowering("aten.index_add")
 def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
     """torch's decomposition takes negative indices, which torch refuses."""
-    return _along(x, dim, index, source, lambda at, rows: at.add(rows * alpha if alpha != 1 else rows))
+    return _written_along(x, dim, index, source, lambda at, rows: at.add(rows * alpha if alpha != 1 else rows))
 
 
 @lowering("aten.index_copy")
 def index_copy(x: Array, dim: int, index: Array, source: Array) -> Array:
     """As for ``index_add``."""
-    return _along(x, dim, index, source, lambda at, rows: at.set(rows))
+    return _written_along(x, dim, index, source, lambda at, rows: at.set(rows))
 
 
 @lowering("aten.index_fill")
 def index_fill(x: Array, dim: int, index: Array, value: Any) -> Array:
     """torch's decomposition is by ``index_copy``, which takes no negative indices."""
-    return _along(x, dim, index, x, lambda at, _: at.set(jnp.asarray(value, x.dtype)))
+    return _written_along(x, dim, index, x, lambda at, _: at.set(jnp.asarray(value, x.dtype)))
 
 
-def _along(x: Array, dim: int, index: Array, source: Array, write: Callable[[Any, Array], Array]) -> Array:
+def _written_along(x: Array, dim: int, index: Array, source: Array, write: Callable[[Any, Array], Array]) -> Array:
     if x.ndim == 0:
-        return _along(x[None], 0, index, source.reshape(-1), write)[0]
+        return _written_along(x[None], 0, index, source.reshape(-1), write)[0]
     source = source.astype(x.dtype).reshape(-1) if x.ndim == 1 else source.astype(x.dtype)
     return write(x.at[(*(slice(None),) * (dim % x.ndim), index.reshape(-1))], source)
 
