@@ -19,6 +19,7 @@ from . import torch_internals as ti
 from .errors import TraceError, calling_object, user_line
 from .graph import Const, Meta, Node, Ref, Value
 from .lowerings import has_lowering
+from .lowerings.half import HALF, IN_FLOAT32
 from .values import jax_dtype
 
 aten = torch.ops.aten
@@ -95,6 +96,8 @@ class Recorder(ti.TorchDispatchMode):
             self._check_within(func, args, kwargs)
         if func.overloadpacket in _INDEXING:
             args = (args[0], self._index(args[1]), *args[2:])
+        if func.overloadpacket in IN_FLOAT32 and any(t.dtype in HALF for t in tensors):
+            return self._in_float32(func, args, kwargs)
         decomposed = self._decompose(func, args, kwargs, random)
         return self._record(func, args, kwargs, tensors, random) if decomposed is NotImplemented else decomposed
 
@@ -141,6 +144,18 @@ class Recorder(ti.TorchDispatchMode):
                 "not contiguous, or it is a view of a part of another, which is read beyond it or by the other's "
                 "offset. Call .contiguous() or .clone() first, or index the tensor."
             )
+
+    def _in_float32(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An op on half-precision tensors, computed in float32 and rounded at the end."""
+        with self.fake:
+            narrow, spec = ti.torch_pytree.tree_flatten(func(*args, **kwargs))
+        if kwargs.get("dtype") in HALF:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        with self:
+            args, kwargs = ti.map_tensors(lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
+            wide = ti.torch_pytree.tree_leaves(func(*args, **kwargs))
+            rounded = [w.to(n.dtype) if isinstance(n, torch.Tensor) else n for w, n in zip(wide, narrow, strict=True)]
+        return ti.torch_pytree.tree_unflatten(rounded, spec)
 
     def _decompose(self, func: Any, args: Any, kwargs: Any, random: bool) -> Any:
         """Smaller ops, for what has no lowering of ours: torch's decompositions are exact, torchax's table less so."""

@@ -111,8 +111,8 @@ def mul(x: Any, y: Any, *, results: Any) -> Array:
     return _torchax(aten.mul.Tensor, x, y)
 
 
-@lowering("aten._to_copy", results=True)
-def to_copy(x: Array, *, results: Any, **kwargs: Any) -> Array:
+@lowering("aten._to_copy", "prims.convert_element_type", results=True)
+def to_copy(x: Array, *dtype: Any, results: Any, **kwargs: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
     if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
         return _numbers(x, dtype)
