@@ -324,7 +324,9 @@ def _mapped(case: Case, number: int, others: list[Case], program: Any, expected:
     shapes = [t.shape for t in case.tensors]
     other = others[number] if number < len(others) and [t.shape for t in others[number].tensors] == shapes else case
     only_first = number % 2 == 1 and case.tensors[0].requires_grad
-    tensors = [b if i == 0 or not only_first else a for i, (a, b) in enumerate(zip(case.tensors, other.tensors))]
+    tensors = [
+        b if i == 0 or not only_first else a for i, (a, b) in enumerate(zip(case.tensors, other.tensors, strict=True))
+    ]
     row = _tried(lambda: eager(case.with_tensors(tensors), seed=1, gradients=bool(expected.cotangents)))
     if row is None or [o.shape for o in row.all] != [o.shape for o in expected.all]:
         return

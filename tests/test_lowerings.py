@@ -365,18 +365,18 @@ def test_a_scaled_function_neither_overflows_nor_loses_digits(name: str, dtype: 
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-T, I = torch.tensor, torch.tensor([0, 0, 2])
+T, ROWS = torch.tensor, torch.tensor([0, 0, 2])
 EXACT: dict[str, tuple[Any, ...]] = {
     "ties in descending order": (lambda x: x.sort(0, descending=True), T([1.0, 0, 1, 0, 0, 2, 2])),
     "truth values in order": (lambda x: torch.argsort(x, descending=True), T([True, False, True, False])),
     "the sign of truth values": (torch.sign, T([True, False])),
-    "index_add by or": (lambda x, y: x.index_add(0, I, y), T([True, False, False]), T([True, False, True])),
-    "index_put by or": (lambda x, y: x.index_put((I,), y, True), T([True, False, False]), T([True, False, True])),
-    "put by or": (lambda x, y: x.put(I, y, True), T([True, False, False]), T([True, False, True])),
-    "scaled index_add": (lambda x, y: x.index_add(-1, I, y, alpha=0.5), torch.ones(2, 3), torch.ones(2, 3)),
-    "index_add to one number": (lambda x, y: x.index_add(0, I[:1], y), T(1.0), T(2.0)),
-    "masked_scatter by rows": (lambda x, y: x.masked_scatter(I == 0, y), torch.zeros(2, 3), torch.arange(5.0)),
-    "masked_scatter from nothing": (lambda x, y: x.masked_scatter(I < 0, y), torch.zeros(2, 3), torch.zeros(0)),
+    "index_add by or": (lambda x, y: x.index_add(0, ROWS, y), T([True, False, False]), T([True, False, True])),
+    "index_put by or": (lambda x, y: x.index_put((ROWS,), y, True), T([True, False, False]), T([True, False, True])),
+    "put by or": (lambda x, y: x.put(ROWS, y, True), T([True, False, False]), T([True, False, True])),
+    "scaled index_add": (lambda x, y: x.index_add(-1, ROWS, y, alpha=0.5), torch.ones(2, 3), torch.ones(2, 3)),
+    "index_add to one number": (lambda x, y: x.index_add(0, ROWS[:1], y), T(1.0), T(2.0)),
+    "masked_scatter by rows": (lambda x, y: x.masked_scatter(ROWS == 0, y), torch.zeros(2, 3), torch.arange(5.0)),
+    "masked_scatter from nothing": (lambda x, y: x.masked_scatter(ROWS < 0, y), torch.zeros(2, 3), torch.zeros(0)),
     "covariance of whole numbers": (torch.cov, T([[1, 2, 4], [3, 1, 0]])),
 }
 
@@ -395,9 +395,9 @@ def test_the_logarithm_of_complex_sums_counts_turns_as_torch_does() -> None:
 
 
 REFUSED_BY_TORCH: dict[str, tuple[Any, ...]] = {
-    "index_add of a shorter source": (lambda x, y: x.index_add(0, I, y), torch.ones(3, 2), torch.ones(3)),
-    "index_add of rows to a number": (lambda x, y: x.index_add(0, I[:1], y), T(1.0), T([2.0])),
-    "masked_scatter under bytes": (lambda x, y: x.masked_scatter(I.byte(), y), torch.ones(3), torch.ones(3)),
+    "index_add of a shorter source": (lambda x, y: x.index_add(0, ROWS, y), torch.ones(3, 2), torch.ones(3)),
+    "index_add of rows to a number": (lambda x, y: x.index_add(0, ROWS[:1], y), T(1.0), T([2.0])),
+    "masked_scatter under bytes": (lambda x, y: x.masked_scatter(ROWS.byte(), y), torch.ones(3), torch.ones(3)),
     "weights of too few observations": (lambda x, w: torch.cov(x, fweights=w), torch.ones(2, 3), T([1])),
     "weights in two dimensions": (lambda x, w: torch.cov(x, aweights=w), torch.ones(2, 3), torch.ones(1, 3)),
     "frequencies that are no integers": (lambda x, w: torch.cov(x, fweights=w), torch.ones(2, 3), torch.ones(3)),
