@@ -69,17 +69,17 @@ class Failures:
     """The checks that failed in a program: XLA calls back in a thread of its own."""
 
     def __init__(self) -> None:
-        self._messages: list[str] = []
+        self._errors: list[Exception] = []
 
-    def add(self, message: str) -> None:
-        self._messages.append(message)
+    def add(self, error: Exception) -> None:
+        self._errors.append(error)
 
     def check(self) -> None:
         """Raise for a check that failed since the last time."""
-        if self._messages:
-            message = self._messages[0]
-            self._messages.clear()
-            raise IndexError(message)
+        if self._errors:
+            error = self._errors[0]
+            self._errors.clear()
+            raise error
 
 
 def _lowered(index: jax.Array, *, size: int, least: int, line: str, failures: Failures | None) -> jax.Array:
@@ -88,7 +88,7 @@ def _lowered(index: jax.Array, *, size: int, least: int, line: str, failures: Fa
         message = f"{line}: index {worst} is out of range for an axis of length {size}."
         if failures is None:  # in a program of the user's own
             raise IndexError(message)
-        failures.add(message)
+        failures.add(IndexError(message))
         return np.zeros((), index.dtype)
 
     def call() -> jax.Array:

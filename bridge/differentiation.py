@@ -27,6 +27,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from . import torch_internals as ti
+from .conditions import watched
 from .graph import Graph, Meta, read, run
 from .recording import record
 from .versions import enable_x64
@@ -277,12 +278,13 @@ class Backward:
         values.update(zip(graph.cotangents, map(jnp.conj, cotangents), strict=True))
         with enable_x64():
             run(graph, graph.backward_nodes, values, key)
-            return [
+            gradients = [
                 jnp.zeros(aval.shape, aval.dtype)
                 if gradient is None
                 else jnp.conj(read(values, gradient)).astype(aval.dtype).reshape(aval.shape)
                 for gradient, aval in zip(graph.gradients, self.avals, strict=True)
             ]
+            return watched(graph.backward_checks, functools.partial(read, values), gradients)
 
     def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outs = torch_call_p.bind(*primals, program=self)
@@ -335,7 +337,8 @@ def _evaluate(graph: Graph, key: jax.Array, arrays: Arrays, saving: bool) -> lis
     with enable_x64():
         run(graph, graph.saving_nodes if saving else graph.forward_nodes, values, key)
         results = [read(values, o) for o in (*graph.outputs, *(v for _, v in graph.mutations))]
-        return results + ([read(values, ref) for ref in graph.saved] if saving else [])
+        results += [read(values, ref) for ref in graph.saved] if saving else []
+        return watched(graph.forward_checks, functools.partial(read, values), results)
 
 
 def _needed(metas: Sequence[Meta], tangents: Sequence[Any]) -> tuple[bool, ...]:

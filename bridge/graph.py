@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .bounds import checked
+from .conditions import Check
 from .lowerings import find_lowering
 from .values import jax_dtype
 
@@ -95,13 +96,18 @@ class Graph:
     need: tuple[bool, ...]  # the inputs, arguments and then captured tensors, to which the gradients belong
     gradients: list[Value | None]
     mutations: list[tuple[int, Value]]  # (index into the captured tensors, the value that it ends with)
+    checks: list[Check]
 
     def __post_init__(self) -> None:
-        roots = [*self.outputs, *(value for _, value in self.mutations)]
-        forward = self._live(roots)
-        backward = self._live([g for g in self.gradients if g is not None])
         # The backward half is what torch recorded in its backward pass: its residuals are torch's saved tensors.
         start = min(self.cotangents, default=len(self.nodes))
+        later = [isinstance(c.evidence, Ref) and c.evidence.node >= start for c in self.checks]
+        self.forward_checks = [c for c, is_later in zip(self.checks, later, strict=True) if not is_later]
+        self.backward_checks = [c for c, is_later in zip(self.checks, later, strict=True) if is_later]
+        evidence = [c.evidence for c in self.forward_checks]
+        forward = self._live([*self.outputs, *(value for _, value in self.mutations), *evidence])
+        evidence = [c.evidence for c in self.backward_checks] if any(self.need) else []
+        backward = self._live([*(g for g in self.gradients if g is not None), *evidence])
         after = set(range(start, len(self.nodes)))
         numbered = [i for i, node in enumerate(self.nodes) if node is not None]
         self.forward_nodes = [i for i in numbered if i in forward]

@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import torch_internals as ti
+from .conditions import Check, Condition, asserted, factorised, reports_failure, required
 from .errors import TraceError, calling_object, user_line
 from .graph import Const, Meta, Node, Ref, Value
 from .lowerings import has_lowering
@@ -42,6 +43,7 @@ class Recorder(ti.TorchDispatchMode):
         self.where: dict[int, Ref] = {}
         self.keep: list[torch.Tensor] = []  # ids stay unique while their tensors live
         self.draws: dict[str, int] = {}
+        self.checks: list[Check] = []
         self.core = ti.core_decompositions()
 
     @classmethod
@@ -90,16 +92,33 @@ class Recorder(ti.TorchDispatchMode):
             return self._alias(args[0])
         if func is aten.is_same_size.default:
             return tuple(args[0].shape) == tuple(args[1].shape)
-        if func in (aten._linalg_check_errors.default, aten._assert_async.msg, aten._assert_async.default):
-            return None
+        if func is aten._linalg_check_errors.default:
+            return self._check(args[0], factorised(args[1], **kwargs))
+        if func in (aten._assert_async.msg, aten._assert_async.default):
+            return self._check(args[0], asserted(*args[1:]))
+        if reports_failure(func, args, kwargs):
+            return self._factor_with_check(func, args, {**kwargs, "check_errors": False})
+        for tensor, condition in required(func, args):
+            self._check(tensor, condition)
         if func.overloadpacket in _STRIDED:
             self._check_within(func, args, kwargs)
         if func.overloadpacket in _INDEXING:
             args = (args[0], self._index(args[1]), *args[2:])
+        if torch.Tag.pointwise in func.tags and not any(t.is_floating_point() or t.is_complex() for t in tensors):
+            args = self._promoted(func, args, kwargs)
         if func.overloadpacket in IN_FLOAT32 and any(t.dtype in HALF for t in tensors):
             return self._in_float32(func, args, kwargs)
         decomposed = self._decompose(func, args, kwargs, random)
         return self._record(func, args, kwargs, tensors, random) if decomposed is NotImplemented else decomposed
+
+    def _check(self, evidence: torch.Tensor, condition: Condition) -> None:
+        self.checks.append(Check(condition, self.value(evidence), user_line()))
+
+    def _factor_with_check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        with self:
+            results = func(*args, **kwargs)
+        self._check(results[-1], factorised(f"torch.linalg.{func.overloadpacket.__name__}", args[0].dim() == 2))
+        return results
 
     def _refuse_values(self, func: Any, kwargs: dict[str, Any]) -> None:
         if func.overloadpacket in _VALUE_OPS:
@@ -144,6 +163,15 @@ class Recorder(ti.TorchDispatchMode):
                 "not contiguous, or it is a view of a part of another, which is read beyond it or by the other's "
                 "offset. Call .contiguous() or .clone() first, or index the tensor."
             )
+
+    def _promoted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The arguments of an elementwise op, whole numbers as floats where the result is one: torch converts first."""
+        with ti.no_dispatch(), self.fake:
+            out = ti.torch_pytree.tree_leaves(func(*args, **kwargs))[0]
+        if not out.is_floating_point() or func.overloadpacket is aten.where:
+            return args
+        with self:
+            return ti.map_tensors(lambda t: t.to(out.dtype), args)
 
     def _in_float32(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An op on half-precision tensors, computed in float32 and rounded at the end."""

@@ -208,4 +208,5 @@ def _graph(
         need=tuple(need),
         gradients=[None if g is None else value(g) for g in gradients],
         mutations=mutations,
+        checks=recorder.checks,
     )

@@ -178,10 +178,10 @@ def square(x: Array) -> Array:
 
 @lowering("aten.fmod.Tensor", "aten.fmod.Scalar", results=True)
 def fmod(x: Array, y: Any, *, results: Any) -> Array:
-    dtype = _integers(results)
-    if dtype is None:
-        return _torchax(aten.fmod.Tensor, x, y)
-    return jax.lax.rem(*jnp.broadcast_arrays(x.astype(dtype), jnp.asarray(y).astype(dtype)))
+    """torchax rounds the quotient, which leaves no digit of a large one, and gives NaN for an infinite divisor."""
+    dtype = jax_dtype(results[0].dtype)
+    x, y = jnp.broadcast_arrays(jnp.asarray(x).astype(dtype), jnp.asarray(y).astype(dtype))
+    return jax.lax.rem(x, y)
 
 
 @lowering("aten.div.Tensor_mode", "aten.div.Scalar_mode", results=True)

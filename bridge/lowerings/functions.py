@@ -26,27 +26,30 @@ def embedding_bag(
     """As ``F.embedding_bag``: the fused op keeps offsets that its backward reads as values."""
     if max_norm is not None or mode == "max" or scale_grad_by_freq:
         raise TypeError('EmbeddingBag with max_norm, scale_grad_by_freq or mode="max" cannot be traced')
+    position = torch.arange(input.numel(), device=input.device)
+    counted = torch.ones_like(position, dtype=torch.bool)
     if input.dim() == 2:
-        offsets = torch.arange(0, input.numel(), input.shape[1], device=input.device)
+        offsets = torch.arange(0, input.numel(), max(input.shape[1], 1), device=input.device)
         input = input.reshape(-1)
     elif include_last_offset and offsets is not None:
+        counted = position < offsets[-1]
         offsets = offsets[:-1]
     assert offsets is not None
-    position = torch.arange(input.numel(), device=input.device)
     bag = torch.searchsorted(offsets, position, right=True) - 1
     rows = F.embedding(input, weight)
-    counted = torch.ones(input.numel(), dtype=rows.dtype, device=rows.device)
     if padding_idx is not None:
-        counted = counted * (input != padding_idx)
-    rows = rows * counted[:, None]
+        counted = counted & (input != padding_idx % weight.shape[0])
+    # As torch's kernel, which adds up in float32.
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    rows = torch.where(counted[:, None], rows.to(dtype), 0)
     if per_sample_weights is not None:
-        rows = rows * per_sample_weights.reshape(-1)[:, None]
+        rows = rows * torch.where(counted, per_sample_weights.reshape(-1).to(dtype), 0)[:, None]
     bags = offsets.numel()
-    total = torch.zeros(bags, weight.shape[1], dtype=rows.dtype, device=rows.device).index_add(0, bag, rows)
+    total = torch.zeros(bags, weight.shape[1], dtype=dtype, device=rows.device).index_add(0, bag, rows)
     if mode == "mean":
-        number = torch.zeros(bags, dtype=rows.dtype, device=rows.device).index_add(0, bag, counted)
+        number = torch.zeros(bags, dtype=dtype, device=rows.device).index_add(0, bag, counted.to(dtype))
         total = total / number.clamp(min=1)[:, None]
-    return total
+    return total.to(weight.dtype)
 
 
 def gaussian_nll_loss(
@@ -183,6 +186,26 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return torch.where(chosen, value.to(input.dtype), input)
 
 
+def prod(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """As ``torch.prod``, whose derivative asks how many zeros there are.
+
+    Where there is none it divides the product by each element, so that NaN reaches all; where there are several in a
+    product of all elements it is zero, beside NaN and infinities too.
+    """
+    if not (input.is_floating_point() or input.is_complex()):
+        return torch.prod(input, *args, **kwargs)
+    zero, missing = input == 0, input != input
+    moving = torch.where(missing & ~zero.any(), input * math.nan, input)
+    if not args and "dim" not in kwargs:
+        moving = torch.where((zero.sum() > 1) & ~input.isfinite().all(), input.detach(), moving)
+    return torch.prod(moving, *args, **kwargs)
+
+
+def cholesky(input: Tensor, upper: bool = False) -> Tensor:
+    """As ``torch.cholesky``, with the check of ``torch.linalg.cholesky``."""
+    return torch.linalg.cholesky(input, upper=upper)
+
+
 def floor_divide(input: Any, other: Any) -> Any:
     """As ``torch.floor_divide``, whose gradient torch has not written: it is zero, as that of this quotient."""
     return torch.div(input, other, rounding_mode="floor")
@@ -203,13 +226,17 @@ def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tens
 
 REPLACEMENTS: dict[Any, Any] = {
     torch.Tensor.__floordiv__: floor_divide,
+    torch.Tensor.cholesky: cholesky,
     torch.Tensor.floor_divide: floor_divide,
     torch.Tensor.index_fill: index_fill,
     torch.Tensor.cov: cov,
     torch.Tensor.tensor_split: tensor_split,
+    torch.Tensor.prod: prod,
+    torch.cholesky: cholesky,
     torch.cov: cov,
     torch.floor_divide: floor_divide,
     torch.index_fill: index_fill,
+    torch.prod: prod,
     torch.tensor_split: tensor_split,
     F.linear_cross_entropy: linear_cross_entropy,
     F.ctc_loss: ctc_loss,

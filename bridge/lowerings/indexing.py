@@ -89,18 +89,24 @@ def as_strided_scatter(x: Array, source: Array, size: Any, stride: Any, storage_
     return x.reshape(-1).at[_memory(size, stride, storage_offset)].set(source).reshape(x.shape)
 
 
+def _along(dim: int, indices: Array) -> tuple[Any, ...]:
+    """Where the elements of a source lie whose place on one axis is given by ``indices``."""
+    where: list[Any] = list(jnp.indices(indices.shape, sparse=True))
+    where[dim] = indices
+    return tuple(where)
+
+
 @lowering("aten.scatter.src", "aten.scatter.value")
 def scatter(x: Array, dim: int, indices: Array, source: Any) -> Array:
     """torchax writes values of another dtype, which JAX is about to refuse."""
     if x.ndim == 0:
         return jnp.broadcast_to(jnp.asarray(source, x.dtype), x.shape) if indices.size else x
-    where: list[Any] = list(jnp.indices(indices.shape, sparse=True))
-    where[dim] = indices
+    where = _along(dim, indices)
     if not isinstance(source, jax.Array):
-        return x.at[tuple(where)].set(jnp.asarray(source, x.dtype))
+        return x.at[where].set(jnp.asarray(source, x.dtype))
     if source.ndim:
         source = source[tuple(slice(n) for n in indices.shape)]
-    return x.at[tuple(where)].set(source.astype(x.dtype))
+    return x.at[where].set(source.astype(x.dtype))
 
 
 @lowering("aten.slice_scatter")
@@ -142,13 +148,14 @@ def searchsorted(
 
 @lowering("aten.embedding_dense_backward")
 def embedding_dense_backward(g: Array, indices: Array, rows: int, padding: int, scale_by_frequency: bool) -> Array:
+    width = g.shape[-1]
     indices = indices.reshape(-1)
-    g = g.reshape(indices.shape[0], -1)
+    g = g.reshape(indices.shape[0], width)
     if scale_by_frequency:
-        g = g / jnp.zeros(rows, g.dtype).at[indices].add(1)[indices][:, None]
+        g = g / jnp.zeros(rows, jnp.int32).at[indices].add(1)[indices][:, None].astype(g.dtype)
     if padding >= 0:
         g = jnp.where((indices == padding)[:, None], 0, g)
-    return jnp.zeros((rows, g.shape[-1]), g.dtype).at[indices].add(g)
+    return jnp.zeros((rows, width), g.dtype).at[indices].add(g)
 
 
 @lowering("aten.take")
@@ -185,6 +192,16 @@ def nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
     return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), -1)
 
 
+@lowering("aten.scatter_reduce")
+def scatter_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True) -> Array:
+    """torchax starts whole numbers at an infinity, as a number, where ``x`` itself does not count."""
+    if x.ndim == 0:
+        x, index, source = x[None], index.reshape(-1), source.reshape(-1)
+        return scatter_reduce(x, 0, index, source, reduce, include_self=include_self)[0]
+    source = source[tuple(slice(n) for n in index.shape)].astype(x.dtype)
+    return _reduced(x, _along(dim, index), source, reduce, include_self)
+
+
 @lowering("aten.index_reduce")
 def index_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True) -> Array:
     if x.ndim == 0:
@@ -192,21 +209,31 @@ def index_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *
         return index_reduce(x, 0, index, source, reduce, include_self=include_self)[0]
     index = index.reshape(-1)
     x, source = jnp.moveaxis(x, dim, 0), jnp.moveaxis(source.astype(x.dtype), dim, 0)
-    number = jnp.zeros(x.shape[0], x.dtype).at[index].add(1).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.moveaxis(_reduced(x, index, source, reduce, include_self), 0, dim)
+
+
+def _reduced(x: Array, where: Any, source: Array, reduce: str, include_self: bool) -> Array:
+    if x.dtype == jnp.bool_:
+        reduce = {"sum": "amax", "prod": "amin"}.get(reduce, reduce)
+    counted = reduce == "mean" or not include_self
+    number = jnp.zeros(x.shape, jnp.int32).at[where].add(1) if counted else jnp.zeros((), jnp.int32)
     start = x if include_self else jnp.where(number > 0, _neutral(reduce, x.dtype), x)
+    if reduce == "sum":
+        return start.at[where].add(source)
     if reduce == "prod":
-        result = start.at[index].multiply(source)
-    elif reduce == "mean":
-        total, count = start.at[index].add(source), jnp.maximum(number + int(include_self), 1)
-        result = total / count if jnp.issubdtype(x.dtype, jnp.inexact) else total // count
-    else:
-        result = start.at[index].max(source) if reduce == "amax" else start.at[index].min(source)
-    return jnp.moveaxis(result, 0, dim)
+        return start.at[where].multiply(source)
+    if reduce == "mean":
+        total, count = start.at[where].add(source), jnp.maximum(number + int(include_self), 1)
+        exact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return total / count.astype(x.dtype) if exact else jnp.floor_divide(total, count.astype(x.dtype))
+    return start.at[where].max(source) if reduce == "amax" else start.at[where].min(source)
 
 
 def _neutral(reduce: str, dtype: Any) -> Any:
-    if reduce in ("prod", "mean"):
+    if reduce in ("sum", "prod", "mean"):
         return jnp.asarray(reduce == "prod", dtype)
+    if dtype == jnp.bool_:
+        return jnp.asarray(reduce == "amin", dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(-jnp.inf if reduce == "amax" else jnp.inf, dtype)
     return jnp.iinfo(dtype).min if reduce == "amax" else jnp.iinfo(dtype).max

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from ._registry import lowering
+
+
+def _adjoint(a: Array) -> Array:
+    return jnp.conj(jnp.swapaxes(a, -1, -2))
 
 
 def _lu(a: Array) -> tuple[Array, Array, Array, Array]:
@@ -21,8 +26,7 @@ def _lu(a: Array) -> tuple[Array, Array, Array, Array]:
 
 def _solve(lu: Array, pivots: Array, b: Array, left: bool = True, adjoint: bool = False) -> Array:
     if not left:  # x A = b  is  Aᴴ xᴴ = bᴴ
-        flipped = _solve(lu, pivots, jnp.conj(jnp.swapaxes(b, -1, -2)), adjoint=not adjoint)
-        return jnp.conj(jnp.swapaxes(flipped, -1, -2))
+        return _adjoint(_solve(lu, pivots, _adjoint(b), adjoint=not adjoint))
 
     def solve(lu: Array, pivots: Array, b: Array) -> Array:
         return jax.scipy.linalg.lu_solve((lu, pivots - 1), b, trans=2 if adjoint else 0)
@@ -48,8 +52,77 @@ def slogdet(a: Array, of_transpose: bool = False) -> tuple[Array, Array, Array, 
 
 @lowering("aten.linalg_lu_factor_ex")
 def lu_factor(a: Array, pivot: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array]:
-    lu, pivots, _, _ = _lu(a)
-    return lu, pivots, jnp.zeros(a.shape[:-2], jnp.int32)
+    _check_pivots(pivot)
+    lu, pivots, diagonal, _ = _lu(a)
+    return lu, pivots, _first(diagonal == 0)
+
+
+def _check_pivots(pivot: bool) -> None:
+    if not pivot:
+        raise NotImplementedError("LU without pivoting has no counterpart in JAX, and torch has none on the CPU")
+
+
+def _first(bad: Array) -> Array:
+    """LAPACK's ``info``: the first place, counted from 1, where something is bad; 0 if nothing is."""
+    return jnp.where(bad.any(-1), jnp.argmax(bad, -1) + 1, 0).astype(jnp.int32)
+
+
+@lowering("aten.linalg_inv_ex")
+def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
+    lu, pivots, diagonal, _ = _lu(a)
+    identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
+    return _solve(lu, pivots, identity), _first(diagonal == 0)
+
+
+@lowering("aten.linalg_cholesky_ex")
+def cholesky_ex(a: Array, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
+    lower = _adjoint(a) if upper else a
+    factor = jax.lax.linalg.cholesky(lower, symmetrize_input=False)
+    failed = jnp.isnan(jnp.diagonal(factor, axis1=-2, axis2=-1)).any(-1)
+    return _adjoint(factor) if upper else factor, _not_definite(lower, failed)
+
+
+def _not_definite(lower: Array, failed: Array) -> Array:
+    """The order of the first leading minor that is not positive, for matrices whose factorisation failed.
+
+    By elimination, one column after another: in no step where none failed.
+    """
+    strict = jnp.tril(lower, -1)
+    real = jnp.diagonal(lower, axis1=-2, axis2=-1).real.astype(lower.dtype)
+    whole = strict + _adjoint(strict) + real[..., None] * jnp.eye(lower.shape[-1], dtype=lower.dtype)
+    size = lower.shape[-1]
+
+    def searches(state: tuple[Array, Array, Array]) -> Array:
+        k, _, info = state
+        return (k < size) & (failed & (info == 0)).any()
+
+    def eliminate(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        k, rest, info = state
+        column = jax.lax.dynamic_index_in_dim(rest, k, -1, keepdims=False)
+        pivot = jax.lax.dynamic_index_in_dim(column, k, -1)
+        bad = ~(pivot[..., 0].real > 0)
+        info = jnp.where(failed & (info == 0) & bad, k + 1, info).astype(jnp.int32)
+        return k + 1, rest - (column / pivot)[..., :, None] * jnp.conj(column)[..., None, :], info
+
+    start = jnp.zeros((), jnp.int32), whole, jnp.zeros(lower.shape[:-2], jnp.int32)
+    _, _, info = jax.lax.while_loop(searches, eliminate, start)
+    return jnp.where(failed & (info == 0), size, info).astype(jnp.int32)
+
+
+@lowering("aten.cholesky_solve")
+def cholesky_solve(b: Array, factor: Array, upper: bool = False) -> Array:
+    """torchax transposes all axes of an upper factor, and conjugates none."""
+    lead = jnp.broadcast_shapes(b.shape[:-2], factor.shape[:-2])
+    b, factor = (jnp.broadcast_to(v, (*lead, *v.shape[-2:])) for v in (b, factor))
+    lower = _adjoint(factor) if upper else factor
+    half = jax.lax.linalg.triangular_solve(lower, b, left_side=True, lower=True)
+    return jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True, conjugate_a=True)
+
+
+@lowering("aten.cholesky_inverse")
+def cholesky_inverse(factor: Array, upper: bool = False) -> Array:
+    """torchax takes any factor for a lower one, and reads both of its triangles."""
+    return cholesky_solve(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor, upper)
 
 
 @lowering("aten.linalg_lu_solve")
@@ -59,10 +132,10 @@ def lu_solve(lu: Array, pivots: Array, b: Array, left: bool = True, adjoint: boo
 
 @lowering("aten._linalg_solve_ex")
 def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, ...]:
-    lu, pivots, _, _ = _lu(a)
+    lu, pivots, diagonal, _ = _lu(a)
     vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     x = _solve(lu, pivots, b[..., None] if vector else b, True if vector else left)
-    return x[..., 0] if vector else x, lu, pivots, jnp.zeros(a.shape[:-2], jnp.int32)
+    return x[..., 0] if vector else x, lu, pivots, _first(diagonal == 0)
 
 
 @lowering("aten.lu_unpack")
@@ -87,8 +160,7 @@ def eigh(a: Array, uplo: str = "L", vectors: bool = True) -> tuple[Any, Any]:
 @lowering("aten.linalg_lu")
 def linalg_lu(a: Array, pivot: bool = True) -> tuple[Array, Array, Array]:
     """torchax slices by a traced size, which does not compile."""
-    if not pivot:
-        raise NotImplementedError("linalg.lu without pivoting has no counterpart in JAX")
+    _check_pivots(pivot)
     lu, pivots, _, _ = _lu(a)
     return lu_unpack(lu, pivots)
 
@@ -100,7 +172,7 @@ def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, herm
         return jnp.zeros((*a.shape[:-2], a.shape[-1], a.shape[-2]), a.dtype)
     if hermitian:
         w, left = eigh(a)
-        right, size = jnp.conj(jnp.swapaxes(left, -1, -2)), jnp.abs(w)
+        right, size = _adjoint(left), jnp.abs(w)
     else:
         left, w, right = jnp.linalg.svd(a, full_matrices=False)
         size = w
@@ -109,7 +181,7 @@ def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, herm
     relative = jnp.where(least > 0, 0.0, usual) if rtol is None else jnp.asarray(rtol)
     limit = jnp.maximum(least[..., None], relative[..., None] * size.max(-1, keepdims=True))
     inverse = jnp.where(size > limit, 1 / jnp.where(w == 0, 1, w), 0).astype(a.dtype)
-    return jnp.conj(jnp.swapaxes((left * inverse[..., None, :]) @ right, -1, -2))
+    return _adjoint((left * inverse[..., None, :]) @ right)
 
 
 @lowering("aten.geqrf")
@@ -117,6 +189,37 @@ def geqrf(a: Array) -> tuple[Array, Array]:
     """Householder reflections: R above the diagonal, the reflections below it, and their factors."""
     packed, factors = jnp.linalg.qr(a, mode="raw")
     return jnp.swapaxes(packed, -1, -2), factors
+
+
+@lowering("aten.linalg_qr")
+def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
+    """torchax gives R alone in the mode that leaves out Q."""
+    if mode == "r":
+        return jnp.zeros(0, a.dtype), jnp.linalg.qr(a, mode="r")
+    q, r = jnp.linalg.qr(a, mode=mode)
+    return q, r
+
+
+@lowering("aten.addmm", "aten.addmv", results=True)
+def add_product(x: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1, results: Any) -> Array:
+    return _scaled_sum(jnp.broadcast_to(x, results[0].shape), lambda: a @ b, beta, alpha)
+
+
+@lowering("aten.addbmm", results=True)
+def add_products(x: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1, results: Any) -> Array:
+    return _scaled_sum(jnp.broadcast_to(x, results[0].shape), lambda: jnp.einsum("bij,bjk->ik", a, b), beta, alpha)
+
+
+def _scaled_sum(x: Array, product: Callable[[], Array], beta: Any, alpha: Any) -> Array:
+    """What is multiplied by zero is not read: it may be NaN."""
+
+    def scaled(v: Array, by: Any) -> Array:
+        return v if by == 1 else v * jnp.asarray(by, v.dtype)
+
+    if alpha == 0:
+        return jnp.zeros_like(x) if beta == 0 else scaled(x, beta)
+    made = scaled(product(), alpha)
+    return made if beta == 0 else scaled(x, beta) + made
 
 
 @lowering("aten.ormqr")

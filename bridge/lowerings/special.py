@@ -47,10 +47,29 @@ _polynomial("shifted_chebyshev_polynomial_v", lambda x: 2 * x - 1, shifted=True)
 _polynomial("shifted_chebyshev_polynomial_w", lambda x: 2 * x + 1, shifted=True)
 
 
-@lowering("aten.special_legendre_polynomial_p", results=True)
-def legendre_polynomial_p(x: Any, n: Any, *, results: Any) -> Array:
-    x = jnp.asarray(x, jax_dtype(results[0].dtype))
-    return _by_recurrence(x, jnp.asarray(n), x, lambda k, before, now: ((2 * k + 1) * x * now - k * before) / (k + 1))
+_RECURRENCES: dict[str, tuple[Callable[[Array], Array], Callable[..., Array]]] = {
+    "hermite_polynomial_h": (lambda x: 2 * x, lambda x, k, before, now: 2 * (x * now - k * before)),
+    "hermite_polynomial_he": (lambda x: x, lambda x, k, before, now: x * now - k * before),
+    "laguerre_polynomial_l": (
+        lambda x: 1 - x,
+        lambda x, k, before, now: ((2 * k + 1 - x) * now - k * before) / (k + 1),
+    ),
+    "legendre_polynomial_p": (lambda x: x, lambda x, k, before, now: ((2 * k + 1) * x * now - k * before) / (k + 1)),
+}
+
+
+def _orthogonal(name: str, first: Callable[[Array], Array], following: Callable[..., Array]) -> None:
+    """torchax computes in the dtype of its arguments, which may be that of a mask."""
+
+    def lower(x: Any, n: Any, *, results: Any) -> Array:
+        x = jnp.asarray(x, jax_dtype(results[0].dtype))
+        return _by_recurrence(x, jnp.asarray(n), first(x), lambda k, *two: following(x, k, *two))
+
+    lowering(f"aten.special_{name}", results=True)(lower)
+
+
+for _name, _terms in _RECURRENCES.items():
+    _orthogonal(_name, *_terms)
 
 
 @lowering("prims.spherical_bessel_j0", "aten.special_spherical_bessel_j0")
