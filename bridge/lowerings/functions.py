@@ -147,11 +147,13 @@ def ctc_loss(
 def cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """As ``torch.cov``, which asks whether any weight is negative."""
+    """As ``torch.cov``, which asks on the spot whether any weight is negative."""
     rows = input.reshape(1, -1) if input.dim() < 2 else input
     for name, given in (("fweights", fweights), ("aweights", aweights)):
         if given is not None and (given.dim() > 1 or given.numel() != rows.shape[1]):
             raise ValueError(f"cov(): {name} has shape {tuple(given.shape)} for {rows.shape[1]} observations")
+        if given is not None:
+            torch._assert_async((given >= 0).all(), f"cov(): {name} cannot be negative")
     if input.dtype == torch.bool:
         raise ValueError("cov(): bool dtype is not supported for input")
     if fweights is not None and (fweights.is_floating_point() or fweights.is_complex()):
