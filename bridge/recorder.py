@@ -184,7 +184,7 @@ class Recorder(ti.TorchDispatchMode):
 
     def _promoted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The arguments of an elementwise op, whole numbers as floats where the result is one: torch converts first."""
-        with ti.no_dispatch(), self.fake:
+        with self.fake:
             out = ti.torch_pytree.tree_leaves(func(*args, **kwargs))[0]
         if not out.is_floating_point() or func.overloadpacket is aten.where:
             return args

@@ -363,3 +363,56 @@ def test_a_scaled_function_neither_overflows_nor_loses_digits(name: str, dtype: 
     moving = x.isfinite() & (x.abs() < 1e5)
     gradients = [torch.autograd.grad(y[moving].sum(), x)[0][moving] for y, x in ((got, ours), (expected, eager))]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+T, ROWS = torch.tensor, torch.tensor([0, 0, 2])
+EXACT: dict[str, tuple[Any, ...]] = {
+    "ties in descending order": (lambda x: x.sort(0, descending=True), T([1.0, 0, 1, 0, 0, 2, 2])),
+    "truth values in order": (lambda x: torch.argsort(x, descending=True), T([True, False, True, False])),
+    "the sign of truth values": (torch.sign, T([True, False])),
+    "index_add by or": (lambda x, y: x.index_add(0, ROWS, y), T([True, False, False]), T([True, False, True])),
+    "index_put by or": (lambda x, y: x.index_put((ROWS,), y, True), T([True, False, False]), T([True, False, True])),
+    "put by or": (lambda x, y: x.put(ROWS, y, True), T([True, False, False]), T([True, False, True])),
+    "scaled index_add": (lambda x, y: x.index_add(-1, ROWS, y, alpha=0.5), torch.ones(2, 3), torch.ones(2, 3)),
+    "index_add to one number": (lambda x, y: x.index_add(0, ROWS[:1], y), T(1.0), T(2.0)),
+    "masked_scatter by rows": (lambda x, y: x.masked_scatter(ROWS == 0, y), torch.zeros(2, 3), torch.arange(5.0)),
+    "masked_scatter from nothing": (lambda x, y: x.masked_scatter(ROWS < 0, y), torch.zeros(2, 3), torch.zeros(0)),
+    "covariance of whole numbers": (torch.cov, T([[1, 2, 4], [3, 1, 0]])),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_truth_values_ties_and_whole_numbers(name: str) -> None:
+    fun, *tensors = EXACT[name]
+    _check(fun, *tensors)
+
+
+def test_the_logarithm_of_complex_sums_counts_turns_as_torch_does() -> None:
+    x = torch.complex(_randn(9) * 3, 8 * _randn(9, seed=1))
+    x[3] = -math.inf
+    fun = lambda x: torch.logcumsumexp(x, 0)
+    torch.testing.assert_close(as_torch(as_jax(fun))(x), fun(x))
+
+
+REFUSED_BY_TORCH: dict[str, tuple[Any, ...]] = {
+    "index_add of a shorter source": (lambda x, y: x.index_add(0, ROWS, y), torch.ones(3, 2), torch.ones(3)),
+    "index_add of rows to a number": (lambda x, y: x.index_add(0, ROWS[:1], y), T(1.0), T([2.0])),
+    "masked_scatter under bytes": (lambda x, y: x.masked_scatter(ROWS.byte(), y), torch.ones(3), torch.ones(3)),
+    "weights of too few observations": (lambda x, w: torch.cov(x, fweights=w), torch.ones(2, 3), T([1])),
+    "weights in two dimensions": (lambda x, w: torch.cov(x, aweights=w), torch.ones(2, 3), torch.ones(1, 3)),
+    "frequencies that are no integers": (lambda x, w: torch.cov(x, fweights=w), torch.ones(2, 3), torch.ones(3)),
+    "covariance of truth values": (torch.cov, T([[True, False], [True, True]])),
+    "uniform from above": (lambda x: x.clone().uniform_(3, -1), torch.ones(2)),
+    "integers from above": (lambda x: torch.randint_like(x, 3, 1), torch.ones(2)),
+    "no draws": (lambda p: torch.multinomial(p, 0), torch.ones(2)),
+    "more than certain": (lambda x: x.clone().bernoulli_(1.5), torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_TORCH)
+def test_what_torch_refuses_gives_no_number(name: str) -> None:
+    fun, *tensors = REFUSED_BY_TORCH[name]
+    with pytest.raises((RuntimeError, ValueError)):
+        fun(*tensors)
+    with pytest.raises((TypeError, ValueError)):
+        as_torch(as_jax(fun))(*tensors)

@@ -57,7 +57,26 @@ def _cotangent_derivative(n: int, x: Array) -> Array:
 @lowering("aten.logcumsumexp")
 def logcumsumexp(x: Array, dim: int) -> Array:
     """A running maximum keeps every exponent at or below zero; torchax sums the exponentials as they are."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return _complex_logcumsumexp(x, dim)
     return x if x.ndim == 0 else jax.lax.cumlogsumexp(x, axis=dim % x.ndim)
+
+
+def _complex_logcumsumexp(x: Array, dim: int) -> Array:
+    """One element after another, as the turns that the imaginary part counts depend on the order."""
+
+    def add(total: Array, now: Array) -> tuple[Array, Array]:
+        ahead = total.real >= now.real
+        large, small = jnp.where(ahead, total, now), jnp.where(ahead, now, total)
+        nothing = small.real == -jnp.inf
+        sum_ = large + jnp.log1p(jnp.exp(jnp.where(nothing, 0, small - large)))
+        total = jnp.where(nothing, large, sum_)
+        return total, total
+
+    if x.ndim == 0:
+        return x
+    rows = jnp.moveaxis(x, dim, 0)
+    return jnp.moveaxis(jax.lax.scan(add, jnp.full_like(rows[0], -jnp.inf), rows)[1], 0, dim) if x.size else x
 
 
 @lowering("aten.linalg_matrix_exp")
@@ -136,6 +155,8 @@ def to_copy(x: Array, *_: Any, results: Any, **kwargs: Any) -> Array:
 @lowering("aten.sign", "aten.sgn")
 def sign(x: Array) -> Array:
     """That of NaN is zero in torch, and so is the gradient of ``abs`` there."""
+    if x.dtype == np.bool_:
+        return x
     return jnp.sign(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else jnp.where(x != x, 0, jnp.sign(x))
 
 

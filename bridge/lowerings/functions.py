@@ -147,13 +147,22 @@ def ctc_loss(
 def cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """As ``torch.cov``, which asks whether any weight is negative."""
+    """As ``torch.cov``, which asks on the spot whether any weight is negative."""
     rows = input.reshape(1, -1) if input.dim() < 2 else input
+    for name, given in (("fweights", fweights), ("aweights", aweights)):
+        if given is not None and (given.dim() > 1 or given.numel() != rows.shape[1]):
+            raise ValueError(f"cov(): {name} has shape {tuple(given.shape)} for {rows.shape[1]} observations")
+        if given is not None:
+            torch._assert_async((given >= 0).all(), f"cov(): {name} cannot be negative")
+    if input.dtype == torch.bool:
+        raise ValueError("cov(): bool dtype is not supported for input")
+    if fweights is not None and (fweights.is_floating_point() or fweights.is_complex()):
+        raise ValueError(f"cov(): fweights must be integers, not {fweights.dtype}")
     weights = fweights
     if aweights is not None:
         weights = aweights if fweights is None else fweights * aweights
     total: Any = rows.shape[1] if weights is None else weights.sum()
-    mean = rows.mean(1, keepdim=True) if weights is None else (rows * weights).sum(1, keepdim=True) / total
+    mean = (rows if weights is None else rows * weights).sum(1, keepdim=True) / total
     if aweights is None or correction == 0 or weights is None:
         number = total - correction
     else:

@@ -29,7 +29,26 @@ def index_put(x: Array, indices: Any, value: Array, accumulate: bool = False, un
     if any(i is not None and i.dtype == jnp.bool_ for i in indices):
         return _mask_put(x, indices, value, accumulate)
     at = x.at[tuple(slice(None) if i is None else i for i in indices)]
-    return at.add(value.astype(x.dtype)) if accumulate else at.set(value.astype(x.dtype))
+    return _add(at, value.astype(x.dtype)) if accumulate else at.set(value.astype(x.dtype))
+
+
+def _add(at: Any, value: Array) -> Array:
+    """Truth values add up as in torch: by or."""
+    added: Array = at.max(value) if value.dtype == np.bool_ else at.add(value)
+    return added
+
+
+@lowering("aten.index_add")
+def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
+    """torch's decomposition stretches a source of another shape, which the op refuses."""
+    if x.ndim == 0:
+        return index_add(x[None], 0, index, source[None], alpha=alpha)[0]
+    dim, index = dim % x.ndim, index.reshape(-1)
+    if source.shape != (*x.shape[:dim], index.size, *x.shape[dim + 1 :]):
+        raise ValueError(f"source of shape {source.shape} for {index.size} rows of a tensor of shape {x.shape}")
+    if source.dtype != np.bool_ and alpha != 1:
+        source = source * alpha
+    return _add(x.at[(*[slice(None)] * dim, index)], source.astype(x.dtype))
 
 
 def _mask_put(x: Array, indices: Any, value: Array, accumulate: bool) -> Array:
@@ -49,7 +68,7 @@ def _mask_put(x: Array, indices: Any, value: Array, accumulate: bool) -> Array:
 @lowering("aten.put")
 def put(x: Array, indices: Array, value: Array, accumulate: bool = False) -> Array:
     at, value = x.reshape(-1).at[indices.reshape(-1)], value.reshape(-1)
-    return (at.add(value) if accumulate else at.set(value)).reshape(x.shape)
+    return (_add(at, value) if accumulate else at.set(value)).reshape(x.shape)
 
 
 def _memory(size: Any, stride: Any, storage_offset: int | None) -> Any:
@@ -143,6 +162,18 @@ def embedding_dense_backward(g: Array, indices: Array, rows: int, padding: int, 
 def take(x: Array, indices: Array) -> Array:
     """torch's decomposition asks for the value of a single index."""
     return x.reshape(-1)[indices]
+
+
+@lowering("aten.masked_scatter")
+def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
+    """A source that is too short, which torch refuses for its values, shows as NaN, or as the dtype's limit."""
+    if mask.dtype != np.bool_:
+        raise ValueError(f"masked_scatter takes a mask of dtype bool, not {mask.dtype}")
+    x, mask = jnp.broadcast_arrays(x, mask)
+    if not source.size:
+        return x
+    place = jnp.where(mask, jnp.cumsum(mask).reshape(mask.shape) - 1, source.size)
+    return jnp.where(mask, source.reshape(-1).at[place].get(mode="fill"), x)
 
 
 @lowering("aten.masked_scatter_backward")

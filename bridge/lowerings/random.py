@@ -53,6 +53,8 @@ def normal(mean: Any, std: Any = 1.0, *args: Any, key: Array, results: Any, **kw
 def uniform(
     x: Array, low: float = 0.0, high: float = 1.0, *, key: Array, results: Any, generator: None = None
 ) -> Array:
+    if low > high:
+        raise ValueError(f"uniform_ from {low} to {high}")
     return low + (high - low) * _uniform(key, results)
 
 
@@ -63,6 +65,8 @@ def bernoulli(p: Array, *, key: Array, generator: None = None) -> Array:
 
 @lowering("aten.bernoulli.p", "aten.bernoulli.Tensor", key=True)
 def bernoulli_p(x: Array, p: Any = 0.5, *, key: Array, generator: None = None) -> Array:
+    if isinstance(p, float) and not 0 <= p <= 1:
+        raise ValueError(f"bernoulli_ with probability {p}")
     return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
 
 
@@ -141,6 +145,8 @@ def rrelu(
 
 
 def _integers(low: Any, high: Any, key: Array, results: Any) -> Array:
+    if low >= high:
+        raise ValueError(f"integers from {low} to below {high}")
     draw = jax.random.randint(key, results[0].shape, low, high, jnp.int64)
     return draw.astype(jax_dtype(results[0].dtype))
 
@@ -186,6 +192,8 @@ def randperm(n: int, *, key: Array, results: Any, **kwargs: Any) -> Array:
 @lowering("aten.multinomial", key=True)
 def multinomial(p: Array, n: int, replacement: bool = False, *, key: Array, generator: None = None) -> Array:
     """Without replacement: the n largest of the Gumbel-perturbed log probabilities."""
+    if n <= 0:
+        raise ValueError(f"cannot draw {n} samples")
     logits = jnp.log(p)
     if replacement or n == 1:
         return jnp.moveaxis(jax.random.categorical(key, logits, -1, shape=(n, *p.shape[:-1])), 0, -1)

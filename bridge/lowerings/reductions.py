@@ -19,6 +19,17 @@ def mean(x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None,
     return jnp.mean(x.astype(jax_dtype(results[0].dtype)), None if x.ndim == 0 else axes, keepdims=keepdim)
 
 
+@lowering("aten.sort")
+def sort(x: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> tuple[Array, Array]:
+    """Stable always, as torch is when asked, and up to 16 elements; torchax takes ties from the last on to descend."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    turn = (lambda v: jnp.flip(v, dim)) if descending else lambda v: v
+    pair = turn(x), turn(jax.lax.broadcasted_iota(jnp.int64, x.shape, dim % x.ndim))
+    values, order = jax.lax.sort(pair, dimension=dim % x.ndim, num_keys=1)
+    return turn(values), turn(order)
+
+
 def _median(x: Array, dim: int, keepdim: bool, skip_nan: bool) -> tuple[Array, Array]:
     """The lower of two middle elements. torchax counts NaN among the elements that ``nanmedian`` leaves out."""
     if x.ndim == 0:
