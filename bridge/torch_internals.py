@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from .errors import refuse_backward, refuse_seed, refuse_tracer
 
 try:
+    from torch import _vmap_internals
     from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
     from torch._C import _autograd as autograd_internals
     from torch._C._autograd import _get_current_graph_task_keep_graph as graph_is_kept
@@ -209,6 +210,43 @@ def function_modes_in_backward() -> Iterator[None]:
         autograd.has_torch_function = original
 
 
+def _with_none(fun: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, **options: Any) -> Callable[..., Any]:
+    """``torch.func.vmap`` of a function that may return None in places, as a gradient does."""
+    absent: list[bool] = []
+
+    def present(*args: Any) -> Any:
+        outs = fun(*args)
+        absent[:] = [out is None for out in outs]
+        return tuple(out for out in outs if out is not None)
+
+    def mapped(*args: Any) -> Any:
+        found = iter(torch.func.vmap(present, in_dims, out_dims, randomness="same")(*args))
+        return tuple(None if a else next(found) for a in absent)
+
+    return mapped
+
+
+@contextlib.contextmanager
+def newer_vmaps() -> Iterator[None]:
+    """Let ``is_grads_batched`` and ``vectorize=True`` do without torch's older ``vmap``, which cannot be recorded."""
+    internals: Any = _vmap_internals
+    functional: Any = torch.autograd.functional
+    older, forward = internals._vmap, functional._jacfwd
+    here = _this_thread()
+
+    def jacobian(fun: Any, inputs: Any, strict: bool = False, vectorize: bool = False) -> Any:
+        if not here():
+            return forward(fun, inputs, strict, vectorize)
+        return functional.jacobian(fun, inputs, create_graph=True, vectorize=True)  # in reverse: the same derivative
+
+    try:
+        internals._vmap = lambda *args, **options: (_with_none if here() else older)(*args, **options)
+        functional._jacfwd = jacobian
+        yield
+    finally:
+        internals._vmap, functional._jacfwd = older, forward
+
+
 @functools.cache
 def load_dynamo() -> None:
     """Import what recording makes torch import anyway, without the environment variable that it leaves behind."""
@@ -347,7 +385,7 @@ def plain_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)
         # A compiled module or function runs as what it was compiled from.
-        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
+        with sdpa_kernel(SDPBackend.MATH), newer_vmaps(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         fake_log.disabled = False

@@ -1227,3 +1227,39 @@ def test_results_for_detached_parameters_do_not_require_grad():
         assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(call(detached)))
     tracked = {k: p.clone().requires_grad_() for k, p in detached.items()}
     assert all(g.requires_grad for g in mt.clipped_grad(loss, l2_clip_norm=1.0)(tracked, x).values())
+
+
+_VECTORIZED: dict[str, Fun] = {
+    "is_grads_batched": lambda x: torch.autograd.grad(x.sin(), x, torch.eye(2), is_grads_batched=True)[0],
+    "is_grads_batched, create_graph": lambda x: (
+        torch.autograd.grad(x.sin(), x, torch.eye(2), is_grads_batched=True, create_graph=True)[0].sin().sum()
+    ),
+    "is_grads_batched, unused": lambda x: torch.stack(
+        [
+            x if g is None else g[0]
+            for g in torch.autograd.grad(
+                x.sin(), (x, x.detach().requires_grad_()), torch.eye(2), is_grads_batched=True, allow_unused=True
+            )
+        ]
+    ),
+    "jacobian": lambda x: torch.autograd.functional.jacobian(lambda t: t.sin() * t.sum(), x, vectorize=True),
+    "jacobian, forward": lambda x: torch.autograd.functional.jacobian(
+        lambda t: t.sin() * t.sum(), x, vectorize=True, strategy="forward-mode"
+    ),
+    "jacobian, create_graph": lambda x: torch.autograd.functional.jacobian(
+        lambda t: t.sin() * t.sum(), x, vectorize=True, create_graph=True
+    ),
+    "hessian": lambda x: torch.autograd.functional.hessian(lambda t: t.sin().prod(), x, vectorize=True),
+    "hessian, forward": lambda x: torch.autograd.functional.hessian(
+        lambda t: t.sin().prod(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
+    ),
+}
+
+
+def test_vectorized_derivatives_inside_of_a_call() -> None:
+    x = torch.tensor([0.3, 0.7], requires_grad=True)
+    run = lambda x: {name: fun(x) for name, fun in _VECTORIZED.items()}
+    got, want = _through(run)(x), run(x)
+    torch.testing.assert_close(got, want)
+    sums = [sum(t.sum() for name, t in found.items() if "create" in name) for found in (got, want)]
+    torch.testing.assert_close(*(torch.autograd.grad(total, x) for total in sums))

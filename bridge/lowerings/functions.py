@@ -197,7 +197,8 @@ def prod(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not (input.is_floating_point() or input.is_complex()):
         return torch.prod(input, *args, **kwargs)
     zero, missing = input == 0, input != input
-    moving = torch.where(missing & ~zero.any(), input * math.nan, input)
+    factor = torch.where(missing & ~zero.any(), math.nan, 1.0).to(input.dtype)  # of the derivative: the value is NaN
+    moving = input * factor
     if not args and "dim" not in kwargs:
         moving = torch.where((zero.sum() > 1) & ~input.isfinite().all(), input.detach(), moving)
     return torch.prod(moving, *args, **kwargs)

@@ -40,9 +40,9 @@ def _add(at: Any, value: Array) -> Array:
 
 @lowering("aten.index_add")
 def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
-    """torch's decomposition stretches a source of another shape, which the op refuses."""
+    """torch's decomposition stretches a source of another shape and takes negative indices, which the op refuses."""
     if x.ndim == 0:
-        return index_add(x[None], 0, index, source[None], alpha=alpha)[0]
+        return index_add(x[None], 0, index, source.reshape(-1), alpha=alpha)[0]
     dim, index = dim % x.ndim, index.reshape(-1)
     if source.shape != (*x.shape[:dim], index.size, *x.shape[dim + 1 :]):
         raise ValueError(f"source of shape {source.shape} for {index.size} rows of a tensor of shape {x.shape}")
@@ -239,15 +239,9 @@ def _neutral(reduce: str, dtype: Any) -> Any:
     return jnp.iinfo(dtype).min if reduce == "amax" else jnp.iinfo(dtype).max
 
 
-@lowering("aten.index_add")
-def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
-    """torch's decomposition takes negative indices, which torch refuses."""
-    return _written_along(x, dim, index, source, lambda at, rows: at.add(rows * alpha if alpha != 1 else rows))
-
-
 @lowering("aten.index_copy")
 def index_copy(x: Array, dim: int, index: Array, source: Array) -> Array:
-    """As for ``index_add``."""
+    """torch's decomposition takes negative indices, which torch refuses."""
     return _written_along(x, dim, index, source, lambda at, rows: at.set(rows))
 
 
