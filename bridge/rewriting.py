@@ -45,7 +45,7 @@ _UNDOES = {
     **dict.fromkeys(("log", "log2", "log10"), frozenset((EXPONENTIAL, POWER))),
 }
 _MOVES = {"clone", "expand", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view"}
-_REDUCES = {"sum", "mean", "amax", "amin"}  # which only move where their axes have length 1
+_REDUCES = {"sum", "mean", "amax", "amin"}  # which only move, or scale, over axes of length 1 or ones spread over
 
 
 def barriers(nodes: Sequence[Node | None], outputs: Sequence[Value]) -> tuple[dict[int, list[int]], set[int]]:
@@ -60,7 +60,9 @@ def barriers(nodes: Sequence[Node | None], outputs: Sequence[Value]) -> tuple[di
         seen = [_seen(leaf, tags) for leaf in node.leaves[:2]]
         if places := list(_guarded(name, node, *seen, *[_NOTHING] * (2 - len(seen)))):
             found[i] = places
-        keeps = _size(nodes, node.leaves[0]) == math.prod(meta.shape) if name in _REDUCES else name in _MOVES
+        keeps = name in _MOVES
+        if name in _REDUCES:
+            keeps = SPREAD in seen[0] or _size(nodes, node.leaves[0]) == math.prod(meta.shape)
         tags[i] = _made(name, node, seen) | (seen[0] if keeps else _NOTHING)
     # What is done elsewhere with the results is not known: a mean over microbatches divides once more.
     return found, {o.node for o in outputs if isinstance(o, Ref) and QUOTIENT in _seen(o, tags)}
@@ -156,8 +158,15 @@ def _of_arithmetic(name: str, node: Node, a: Tags, b: Tags) -> Tags:
         return kept.union((QUOTIENT,), (SCALED,) if CONSTANT in b else ())
     if CONSTANT not in a | b:
         return kept
-    zero = all(not _is_number(leaf) or leaf == 0 for leaf in node.leaves[:2])  # or an array, which may be
-    return kept.union((SHIFTED,), (a | b) - {CONSTANT} if zero else ())
+    # A number that rounds to zero is dropped, and an array may be zero.
+    drops = all(not _is_number(leaf) or abs(leaf) < _smallest(node) for leaf in node.leaves[:2])
+    return kept.union((SHIFTED,), (a | b) - {CONSTANT} if drops else ())
+
+
+def _smallest(node: Node) -> float:
+    meta = node.results[0]
+    info = torch.finfo(torch.float64 if meta is None or meta.dtype.is_complex else meta.dtype)
+    return info.tiny * info.eps
 
 
 def _beside(leaf: Any, tags: Tags, other: Tags) -> Tags:
