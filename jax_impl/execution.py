@@ -85,8 +85,10 @@ def accumulate(
             return run(carry, index)
         return jax.lax.cond(index < plan.real, lambda carry: run(carry, index), lambda carry: carry, carry)
 
+    rows = _never_empty(batch.leaves, batch, plan.size)
+
     def run(carry: PyTree, index: int | jax.Array) -> PyTree:
-        leaves = [plan.take(leaf, index, axis) for leaf, axis in zip(batch.leaves, batch.axes, strict=True)]
+        leaves = [plan.take(leaf, index, axis) for leaf, axis in zip(rows, batch.axes, strict=True)]
         last = isinstance(index, int) and index == plan.full
         if not per_example:
             value = (left if last else main)(*leaves)
@@ -162,7 +164,8 @@ def _loop(step: Callable[[PyTree, Any], PyTree], carry: PyTree, plan: Plan) -> P
     full = min(run, plan.full)
     if plan.full == 1 and full:
         carry = step(carry, 0)
-    elif full:
+    elif full or not run:
+        # None is a loop as well, so that the result depends on what it would have been made from: zero gradients.
         # Without the checkpoint the derivative would store what every microbatch computed. It has to enclose the
         # choice of rows and the early stop: what it keeps is then the index alone, and the batch, once.
         remat = jax.checkpoint(step, prevent_cse=False)  # a scan needs no guard against merging the passes

@@ -33,7 +33,7 @@ from .lazy import Lazy, Squares
 from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole
 from .one_by_one import dependents, split
 from .rules import ACCEPTS, RULES, adds, loop_sums
-from .sums import Sum, wide
+from .sums import Sum, summed, wide
 
 _REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice", "name")
 _MOST_TERMS = 8  # terms that cannot be joined cost one product for each pair
@@ -617,7 +617,7 @@ class Factored:
             elif piece.flags[0]:
                 outs.append(arrays[0])
             elif self.summed[i]:  # the same for all examples, as the zeros of a frozen parameter: never stacked
-                outs.append(Sum(arrays[0].astype(wide(piece.dtype)) * rows, rows, piece.dtype))
+                outs.append(Sum(arrays[0].astype(wide(summed(piece.dtype))) * rows, rows, piece.dtype))
             else:
                 outs.append(jnp.broadcast_to(arrays[0], (rows, *piece.shape)))
         return outs

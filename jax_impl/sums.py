@@ -12,14 +12,19 @@ import jax.numpy as jnp
 
 def wide(dtype: Any) -> Any:
     """The dtype to accumulate in: bfloat16 stops counting ones at 256, float32 holds its sums exactly enough."""
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        return jnp.dtype(jnp.float32)
-    return summed(dtype)
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32 if is_narrow else dtype)
 
 
 def summed(dtype: Any) -> Any:
-    """The dtype of a sum over examples: the same, but booleans are counted."""
-    return jax.dtypes.canonicalize_dtype(int) if dtype == jnp.bool_ else jnp.dtype(dtype)
+    """The dtype of a sum over examples, as ``jnp.sum`` has it: booleans and narrow integers are counted in wider ones.
+
+    With 64-bit types, where a signed one holds every sum of narrow unsigned ones, it is that, as in torch.
+    """
+    if dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.integer):
+        return jnp.dtype(dtype)
+    found = jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
+    return jnp.dtype(jnp.int64) if found == jnp.uint64 != dtype else found
 
 
 @dataclasses.dataclass(frozen=True)

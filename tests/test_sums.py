@@ -43,6 +43,9 @@ PROGRAMS = {
     "sliced_scan": lambda api, w, x: api.sliced_scan(step(w), 0 * x[0], x, start=0)[1],
     "strides": lambda api, w, x: 2 * api.sliced_scan(step(w), 0 * x[0], x, reverse=True, unroll=3, step=2)[1],
     "checkpoint_chunked_scan": lambda api, w, x: api.checkpoint_chunked_scan(step(w), 0 * x[0], x, chunk_size=3)[1],
+    "weight in the carry": lambda api, w, x: api.sliced_scan(
+        lambda c, b: ((c[0], c[1] + b), b * c[0] * c[0]), (w, 0 * x[0]), x, reverse=True
+    )[1],
     "jacobian": lambda api, w, x: api.jacobian(lambda v: v * v * w * w / 2, x[:, 0], ROWS)[0],
     "hessian": lambda api, w, x: api.hessian(lambda v: square(w)(v**3) / 6, x[:, 0], ROWS)[0],
 }
@@ -79,8 +82,12 @@ def test_gradients_of_what_steps_share_in_jax(names, dtype):
             assert float(g[0]) == pytest.approx(2 * TOTAL, rel=2 * float(jnp.finfo(dtype).eps)), name
 
 
+# A recorded function does not tell that it hands on what it got; there the sum is that of eager torch.
+IN_TORCH = [name for name in PROGRAMS if name != "weight in the carry"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in IN_TORCH])
 def test_gradients_of_what_steps_share_in_torch(name, dtype):
     dtype = getattr(torch, dtype)
     w = torch.ones(1, dtype=dtype, requires_grad=True)
