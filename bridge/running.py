@@ -16,7 +16,7 @@ from .captures import Walk
 from .errors import TraceError, WrittenLeaf, is_raised_by_jax, user_line
 from .interception import recording
 from .places import read_entry, write
-from .side_effects import Scratch, Watched, tensors_in
+from .side_effects import ArgumentContainers, Scratch, Watched, tensors_in
 from .torch2jax_engine import is_interpreted
 from .trees import Structure, to_jax_tree, to_torch_tree
 
@@ -101,13 +101,17 @@ class FlatFunction:
 
     def _run(self, tensors: Any) -> Any:
         args, kwargs = to_torch_tree(self._structure.join(tensors))
+        containers = ArgumentContainers(args, kwargs)
         try:
             with contextlib.ExitStack() as scope:
                 if not self.mode.once:
                     scope.enter_context(_NoBatchStatistics(self.walk))
                 if not self.mode.grad and not self._is_interpreted:
                     scope.enter_context(torch.no_grad())
-                return to_jax_tree(self._torch_fun(*args, **kwargs))
+                result = to_jax_tree(self._torch_fun(*args, **kwargs))
+            if self.mode.once:  # per example torch.func makes copies too
+                containers.check()
+            return result
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise

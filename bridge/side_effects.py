@@ -15,8 +15,10 @@ Lists that a function appends plain values to (a log) grow once per trace. Anyth
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,6 +167,45 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
+
+
+class ArgumentContainers:
+    """The lists, dicts and dataclasses among the arguments: they are the call's own, and writes to them are lost."""
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._before: list[tuple[str, Any, dict[Any, Any]]] = []
+        for i, value in enumerate(args):
+            self._add(value, f"argument {i}")
+        for name, value in kwargs.items():
+            self._add(value, name)
+
+    def _add(self, value: Any, name: str) -> None:
+        content = _content(value)
+        if content is not None:
+            self._before.append((name, value, content))
+            for key, inner in content.items():
+                self._add(inner, f"{name}[{key!r}]")
+
+    def check(self) -> None:
+        """Refuse what the function has put into one of them."""
+        for name, container, before in self._before:
+            for key, value in (_content(container) or {}).items():
+                old = before.get(key, ABSENT)
+                if value is not old and not (_is_plain(value) and type(value) is type(old) and value == old):
+                    raise TraceError(
+                        f"the function writes to {name}[{key!r}], an entry of a container among its arguments, which "
+                        "the caller would not see. Return the new value, or work on a copy of the container."
+                    )
+
+
+def _content(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple, collections.deque)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    return None
 
 
 class Generators:
