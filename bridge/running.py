@@ -172,8 +172,10 @@ def no_place_for_state(scratch: Scratch, walk: Walk) -> TraceError:
     code = walk.user_code
     where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
     name = scratch.place.name(scratch.key)
+    what = f"assigns a new tensor to {name} and reads the one that an earlier call has left there"
+    if scratch.is_added:
+        what = f"adds a tensor to {scratch.place.label}"
     return TraceError(
-        f"{where}the function assigns a new tensor to {name} and reads the one that an earlier call has left there, "
-        f"{_NO_MEANING}. Pass the state in as an argument and return the new one, or reset it at the start of the "
-        "function (in training mode only: call .eval())."
+        f"{where}the function {what}, {_NO_MEANING}. Pass the state in as an argument and return the new one, or reset "
+        "it at the start of the function (in training mode only: call .eval())."
     )

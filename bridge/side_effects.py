@@ -46,6 +46,7 @@ class Scratch(NamedTuple):
     forms: list[tuple[Meta, bool]]  # of its tensors: dtype and shape, and whether they require grad
     is_read: bool  # whether a result or the new value depends on what stood there
     is_same: bool  # whether a value of the same form stood there
+    is_added: bool  # whether nothing stood there
 
     def stand_in(self) -> Any:
         """A value of the same form, of tensors that are no others."""
@@ -141,7 +142,7 @@ def _scratch(place: Place, key: Any, old: Any, new: Any, results: Results) -> Sc
     with torch._C.DisableTorchFunction():
         forms = [(Meta.of(t), t.requires_grad) for t in tensors]
         is_same = form == structure and [(Meta.of(t), t.requires_grad) for t in before] == forms
-        return Scratch(place, key, structure, forms, results.depend_on(before, tensors), is_same)
+        return Scratch(place, key, structure, forms, results.depend_on(before, tensors), is_same, old is ABSENT)
 
 
 def _check_holds_no_trace(value: Any, name: str, depth: int = 3) -> None:
