@@ -181,7 +181,7 @@ def _prepare_as(
     def prepared(hidden: list[torch.Tensor]) -> tuple[Root, list[torch.Tensor]]:
         root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk, recompute)
         root.has_floats = bool(floats)
-        return root, root.inputs
+        return root, list(map(ti.unwrap_if_dead, root.inputs))  # state may be left by a transform that is over
 
     grad = torch.is_grad_enabled()
     with torch._C.DisableTorchFunction():

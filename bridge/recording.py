@@ -76,7 +76,10 @@ def record(
             return _record_once(fun, metas, need, known, wants)
         except WrittenLeaf:
             # To record a gradient every captured tensor is a leaf, which one that has a history is not outside.
-            return _record_once(fun, metas, need, known, wants, copies=True)
+            try:
+                return _record_once(fun, metas, need, known, wants, copies=True)
+            except WrittenLeaf as error:
+                raise TraceError(str(error)) from error.__cause__
         except TraceError as error:
             # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
             with ti.compiling(), contextlib.suppress(Exception):

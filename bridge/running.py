@@ -16,7 +16,7 @@ from .captures import Walk
 from .errors import TraceError, WrittenLeaf, is_raised_by_jax, user_line
 from .interception import recording
 from .places import read_entry, write
-from .side_effects import Scratch, Watched, tensors_in
+from .side_effects import ArgumentContainers, Scratch, Watched, tensors_in
 from .torch2jax_engine import is_interpreted
 from .trees import Structure, to_jax_tree, to_torch_tree
 from .watching import watching
@@ -102,6 +102,7 @@ class FlatFunction:
 
     def _run(self, tensors: Any) -> Any:
         args, kwargs = to_torch_tree(self._structure.join(tensors))
+        containers = ArgumentContainers(args, kwargs)
         try:
             with contextlib.ExitStack() as scope:
                 scope.enter_context(watching(self.walk.may_read_clocks))
@@ -109,7 +110,10 @@ class FlatFunction:
                     scope.enter_context(_NoBatchStatistics(self.walk))
                 if not self.mode.grad and not self._is_interpreted:
                     scope.enter_context(torch.no_grad())
-                return to_jax_tree(self._torch_fun(*args, **kwargs))
+                result = to_jax_tree(self._torch_fun(*args, **kwargs))
+            if self.mode.once:  # per example torch.func makes copies too
+                containers.check()
+            return result
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
@@ -170,8 +174,10 @@ def no_place_for_state(scratch: Scratch, walk: Walk) -> TraceError:
     code = walk.user_code
     where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
     name = scratch.place.name(scratch.key)
+    what = f"assigns a new tensor to {name} and reads the one that an earlier call has left there"
+    if scratch.is_added:
+        what = f"adds a tensor to {scratch.place.label}"
     return TraceError(
-        f"{where}the function assigns a new tensor to {name} and reads the one that an earlier call has left there, "
-        f"{_NO_MEANING}. Pass the state in as an argument and return the new one, or reset it at the start of the "
-        "function (in training mode only: call .eval())."
+        f"{where}the function {what}, {_NO_MEANING}. Pass the state in as an argument and return the new one, or reset "
+        "it at the start of the function (in training mode only: call .eval())."
     )

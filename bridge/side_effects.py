@@ -15,8 +15,10 @@ Lists that a function appends plain values to (a log) grow once per trace. Anyth
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +46,7 @@ class Scratch(NamedTuple):
     forms: list[tuple[Meta, bool]]  # of its tensors: dtype and shape, and whether they require grad
     is_read: bool  # whether a result or the new value depends on what stood there
     is_same: bool  # whether a value of the same form stood there
+    is_added: bool  # whether nothing stood there
 
     def stand_in(self) -> Any:
         """A value of the same form, of tensors that are no others."""
@@ -139,7 +142,7 @@ def _scratch(place: Place, key: Any, old: Any, new: Any, results: Results) -> Sc
     with torch._C.DisableTorchFunction():
         forms = [(Meta.of(t), t.requires_grad) for t in tensors]
         is_same = form == structure and [(Meta.of(t), t.requires_grad) for t in before] == forms
-        return Scratch(place, key, structure, forms, results.depend_on(before, tensors), is_same)
+        return Scratch(place, key, structure, forms, results.depend_on(before, tensors), is_same, old is ABSENT)
 
 
 def _check_holds_no_trace(value: Any, name: str, depth: int = 3) -> None:
@@ -165,6 +168,45 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
+
+
+class ArgumentContainers:
+    """The lists, dicts and dataclasses among the arguments: they are the call's own, and writes to them are lost."""
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._before: list[tuple[str, Any, dict[Any, Any]]] = []
+        for i, value in enumerate(args):
+            self._add(value, f"argument {i}")
+        for name, value in kwargs.items():
+            self._add(value, name)
+
+    def _add(self, value: Any, name: str) -> None:
+        content = _content(value)
+        if content is not None:
+            self._before.append((name, value, content))
+            for key, inner in content.items():
+                self._add(inner, f"{name}[{key!r}]")
+
+    def check(self) -> None:
+        """Refuse what the function has put into one of them."""
+        for name, container, before in self._before:
+            for key, value in (_content(container) or {}).items():
+                old = before.get(key, ABSENT)
+                if value is not old and not (_is_plain(value) and type(value) is type(old) and value == old):
+                    raise TraceError(
+                        f"the function writes to {name}[{key!r}], an entry of a container among its arguments, which "
+                        "the caller would not see. Return the new value, or work on a copy of the container."
+                    )
+
+
+def _content(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple, collections.deque)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    return None
 
 
 class Generators:

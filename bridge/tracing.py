@@ -245,7 +245,7 @@ class _Traced:
         one, two = first.tracing, second.tracing
         assert isinstance(one, TorchFunction)
         assert isinstance(two, TorchFunction)
-        read = next((s for s in second.flat.scratch if s.is_read), None)
+        read = next((s for s in second.flat.scratch if s.is_read or s.is_added), None)
         met = [i for i, t in enumerate(two.captured) if any(t is blank for blank in blanks)]
         if read is None and (two.first.reads(met) or one.first.forward_ops != two.first.forward_ops):
             read = flat.scratch[0]
