@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from .captures import Place, Walk
+from .captures import Walk
 from .errors import TraceError, user_line
 from .interception import as_outside, is_update_of
+from .places import Place
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 ABSENT: Any = object()

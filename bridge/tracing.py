@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from jax.interpreters import ad
 from torch.overrides import TorchFunctionMode
 
-from .captures import SOURCE, Walk, WrittenContainers, surroundings
+from .captures import SOURCE, Walk, surroundings
 from .context import Call, current_call
 from .differentiation import Source, TorchFunction
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number, is_raised_by_jax, user_line
 from .graph import Meta
 from .interception import is_traced_tensor, recording
+from .places import WrittenContainers
 from .side_effects import Effect, Generators, Watched
 from .torch2jax_engine import InterpretedFunction, is_interpreted
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
