@@ -227,11 +227,11 @@ class Walk(Contents):
             if f.__dict__:
                 self.found_places.append(Place(f.__dict__, f.__name__, None, True))
                 self.visit_fields(f.__dict__, f, path)
-            by_name = {"sys", "modules"} <= names or "__import__" in names
-            imported = sys.modules.keys() if by_name else names & sys.modules.keys()
-            for name in sorted(imported):  # imported inside
+            for name in sorted(names & sys.modules.keys()):  # imported inside
                 if is_users(sys.modules[name]):
                     self.visit(sys.modules[name], (path, name))
+            if {"sys", "modules"} <= names or "__import__" in names:
+                self.unnamed({k: m for k, m in sys.modules.items() if is_users(m)}, path)
             self.found_places.append(Place(f.__globals__, "", names))
             for name in sorted(names & f.__globals__.keys()):
                 self.parts.append(name)
@@ -240,7 +240,7 @@ class Walk(Contents):
             if "__globals__" in names:
                 module = sys.modules.get(f.__module__)
                 rest = {k: v for k, v in f.__globals__.items() if k not in names and self._may_be_read(k, v, module)}
-                self._unnamed(rest, path)
+                self.unnamed(rest, path)
             self.depth = depth
 
     def _module(self, m: torch.nn.Module, path: Path) -> None:
@@ -353,9 +353,9 @@ class Walk(Contents):
 
         if not UNSEEN.isdisjoint(self.names):
             rest = {k: v for k, v in fields.items() if k not in self.names and self._may_be_read(k, v, owner)}
-            self._unnamed(rest, path)
+            self.unnamed(rest, path)
 
-    def _unnamed(self, fields: dict[Any, Any], path: Path) -> None:
+    def unnamed(self, fields: dict[Any, Any], path: Path) -> None:
         """What code may read without naming it, and need not: nothing here is refused."""
         self.lenient += 1
         for k, v in fields.items():
