@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from . import torch_internals as ti
-from .captures import Place
 from .errors import TraceError, user_line
 from .interception import Captured
-from .places import ABSENT, read_entry, write
+from .places import ABSENT, Place, read_entry, write
 from .trees import Structure, to_jax_tree, to_torch_tree
 
 

@@ -17,19 +17,21 @@ import torch
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
 from .bindings import Basic, Bound, Effect, Given, entries, from_basic, is_row, leave
-from .captures import Place, Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
+from .captures import Walk, is_traced, surroundings
 from .compilation import Outline, Root, outline
-from .devices import start_jax
+from .devices import forked_child, start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
 from .interception import Captured, is_traced_tensor, recording
 from .keys import Key
 from .names import read_count
+from .places import Place, WrittenContainers, path_name, written_count
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
 from .versions import weak_float
 
 _MADE = "__microtome_made__"
 _CACHE_SIZE = 256
+_AGAIN = 8  # times that a function is looked at anew, because it read by names that do not stand in it
 _MANY = 32  # compilations of one function after which a warning names it
 # Functions that need the values of the floats among their arguments, by their key and the arguments' structure.
 _STATIC_FLOATS: collections.OrderedDict[Any, None] = collections.OrderedDict()
@@ -164,6 +166,7 @@ def _prepare_as(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     split: tuple[list[Any], Structure],
+    again: int = _AGAIN,
 ) -> tuple[Root, list[torch.Tensor]]:
     leaves, structure = split
     if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
@@ -200,8 +203,8 @@ def _prepare_as(
                 root, tensors = prepared(hidden)
                 program = None if is_transformed(tensors) else find_program(root, tensors)
                 seen = outline(root, tensors) if program is None else program.outline
-                if read_count() != read:  # names that the function puts together are followed from now on
-                    return _prepare_as(jax_fun, recompute, args, kwargs, split)
+                if read_count() != read and again:  # names that it puts together are followed from now on
+                    return _prepare_as(jax_fun, recompute, args, kwargs, split, again - 1)
                 if not seen.missing:
                     break
                 hidden += seen.missing

@@ -16,10 +16,11 @@ from jax.experimental.layout import Format, Layout
 
 from .bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, as_before, restore
 from .bounds import Failures
-from .captures import Place, Walk
+from .captures import Walk
 from .context import Call, running
 from .differentiation import dependent_outputs
 from .errors import TraceError
+from .places import Place
 from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64

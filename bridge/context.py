@@ -23,7 +23,7 @@ from .versions import mapping_trace
 
 if TYPE_CHECKING:
     from .bindings import Basic, Effect, Entry
-    from .captures import Place
+    from .places import Place
 
 
 class Left(NamedTuple):

@@ -85,18 +85,19 @@ def of_plain(values: Iterable[Any]) -> Hashable:
     return of_bytes(marshal.dumps(values, _MARSHALLED)) if kinds <= _NUMBERS else None
 
 
-_ELEMENTS: collections.OrderedDict[int, tuple[list[Any], object]] = collections.OrderedDict()
+_ELEMENTS: collections.OrderedDict[int, tuple[list[Any], list[int], object]] = collections.OrderedDict()
 _MANY_LISTS = 64
 
 
 def of_elements(values: Collection[Any]) -> Hashable:
     """What tells a collection from one of other elements, without looking into them or keeping them alive."""
-    # An object has one weak reference for as long as somebody keeps that: the lists compare by identity, in C.
+    # An object has one weak reference for as long as somebody keeps that: the same references, the same objects.
     references = list(map(weakref.ref, values))
-    before, token = _ELEMENTS.pop(id(values), (None, None))
-    if before != references:
+    places = list(map(id, references))
+    _, before, token = _ELEMENTS.pop(id(values), (None, None, None))
+    if before != places:
         token = object()
-    _ELEMENTS[id(values)] = references, token
+    _ELEMENTS[id(values)] = references, places, token
     if len(_ELEMENTS) > _MANY_LISTS:
         _ELEMENTS.popitem(last=False)
     return token
@@ -116,3 +117,18 @@ def times_cleared(fun: Any) -> int | None:
         times += misses < before
     _MISSES[fun] = misses, times
     return times
+
+
+_NO_MEMORY: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def memory_of(x: Any) -> bytes | None:
+    """The bytes of an object that shares its memory with others, as ``bytearray`` and ``ctypes`` do."""
+    kind = type(x)
+    if kind in _NO_MEMORY:
+        return None
+    try:
+        return of_bytes(memoryview(x).tobytes())
+    except (TypeError, BufferError, ValueError, AttributeError):
+        _NO_MEMORY.add(kind)
+        return None

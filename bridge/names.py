@@ -10,9 +10,12 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .user_code import is_users
+
 # Code that mentions one of these may read any attribute of an object, and one of the second kind any method too.
 EVERY_FIELD = frozenset({"vars", "__dict__", "dir", "__getstate__", "__reduce__", "__reduce_ex__"})
 EVERY_METHOD = frozenset({"attrgetter", "methodcaller", "__getattribute__", "getmembers", "getattr_static"})
+UNSEEN = EVERY_FIELD | EVERY_METHOD
 MATCH_ARGS = "__match_args__"
 
 _IN_BRACES = re.compile(r"\{\w*((?:\.\w+|\[\w+\])+)")
@@ -26,7 +29,7 @@ def names_of(code: types.CodeType) -> frozenset[str]:
     """Every name that the code and the functions defined in it look up, as an attribute, a global or a string."""
     inner = (names_of(c) for c in code.co_consts if isinstance(c, types.CodeType))
     matched = {MATCH_ARGS} if any(i.opname == "MATCH_CLASS" for i in dis.get_instructions(code)) else ()
-    return frozenset(code.co_names).union(_strings(code.co_consts), matched, _READ.get(code, ()), *inner)
+    return frozenset(code.co_names).union(strings_in(code.co_consts), matched, _READ.get(code, ()), *inner)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -35,6 +38,22 @@ def names_read_by(code: types.CodeType) -> frozenset[str]:
     assigned = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_ATTR", "DELETE_ATTR")}
     loaded = {i.argval for i in dis.get_instructions(code) if i.opname.startswith(("LOAD_", "IMPORT_"))}
     return names_of(code) - {name for name in assigned - loaded if isinstance(name, str)}
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of_libraries(cls: Any) -> frozenset[str]:
+    """What the code looks up that a class of the user's inherits from libraries."""
+    bases = (b for b in cls.__mro__ if not is_users(b) and b.__module__ not in ("abc", "enum", "typing"))
+    functions = (f for base in bases for f in vars(base).values() if isinstance(f, types.FunctionType))
+    return frozenset().union(*(names_of(f.__code__) for f in functions))
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_of(cls: Any) -> frozenset[str]:
+    """The names of what an object keeps outside of its ``__dict__``."""
+    return frozenset(
+        k for base in cls.__mro__ for k, v in vars(base).items() if isinstance(v, types.MemberDescriptorType)
+    )
 
 
 def remember_read(code: types.CodeType, names: Iterable[str]) -> None:
@@ -53,11 +72,11 @@ def read_count() -> int:
     return _count
 
 
-def _strings(constants: Iterable[Any]) -> Iterator[str]:
+def strings_in(constants: Iterable[Any]) -> Iterator[str]:
     """Strings that may name attributes: ``"a"``, ``"a.b"`` and ``"{x.a}"``, in tuples of constants too."""
     for constant in constants:
         if isinstance(constant, (tuple, frozenset)):
-            yield from _strings(constant)
+            yield from strings_in(constant)
         elif isinstance(constant, str):
             parts = constant.split(".")
             if all(map(str.isidentifier, parts)):

@@ -26,11 +26,11 @@ import torch
 
 from . import torch_internals as ti
 from .bindings import UNKNOWN, Effect, Moved, Results
-from .captures import Place, Walk
+from .captures import Walk
 from .errors import TraceError, user_line
 from .graph import Meta
 from .interception import is_traced_tensor, is_update_of, recording
-from .places import ABSENT, read, write
+from .places import ABSENT, Place, read, write
 from .torch2jax_engine import is_interpreted
 from .trees import Structure, to_jax_tree, to_torch_tree
 

@@ -15,14 +15,14 @@ import torch
 from jax.interpreters import ad
 
 from . import bindings
-from .captures import SOURCE, Walk, WrittenContainers, surroundings
+from .captures import SOURCE, Walk, surroundings
 from .context import Call, Left, current_call
 from .differentiation import Source, TorchFunction
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_traced_tensor
 from .names import read_count
-from .places import read_entry, write
+from .places import WrittenContainers, read_entry, write
 from .running import FlatFunction, Mode, no_place_for_state, no_place_for_updates
 from .side_effects import Generators, tensors_in
 from .torch2jax_engine import InterpretedFunction

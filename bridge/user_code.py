@@ -51,6 +51,12 @@ def is_users(x: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
+def is_partly_users(cls: Any) -> bool:
+    """Whether the user wrote a class, or one that it derives from."""
+    return any(is_users(base) for base in cls.__mro__)
+
+
+@functools.lru_cache(maxsize=4096)
 def reader(file: str) -> Literal["user", "library", "apart", "import"]:
     """For whom code in a file reads: for the user, for the code that called it, for itself, or to import something."""
     if file.startswith("<frozen "):

@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import functools
 import importlib
+import inspect
 import io
 import os
 import random
@@ -30,13 +31,14 @@ from .interception import recording
 from .names import names_of, remember_read
 from .user_code import asked_by, is_users, reader
 
-_INSTEAD = "A traced function runs once, and what it was given would stay the same in all further calls"
+FROZEN = "a traced function runs once, and what it was given would stay the same in all further calls"
 _TIMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
 _OF_MODULES = {
     "time": {*_TIMES, *(f"{name}_ns" for name in _TIMES), "localtime", "gmtime", "ctime", "asctime", "strftime"},
     "posix": {"urandom", "getrandom", "times", "getloadavg"},
     "nt": {"urandom", "times"},
     "resource": {"getrusage"},
+    "_uuid": {"generate_time_safe"},
     "sys": {"_getframe", "_current_frames"},
 }
 _OF_DATES = frozenset({"now", "utcnow", "today"})
@@ -59,7 +61,7 @@ _WORDS = (
             "RandomState",
             "SeedSequence",
         ),
-        *("_getframe", "currentframe"),
+        *("_getframe", "currentframe", "times", "seed"),
     }
 )
 
@@ -82,6 +84,8 @@ def _is_clock(x: Any) -> bool:
     owner = x.__self__
     if isinstance(owner, types.ModuleType):
         return x.__name__ in _OF_MODULES.get(owner.__name__, ())
+    if x.__name__ == "seed":
+        return isinstance(owner, torch.Generator)
     return x.__name__ in _OF_DATES and isinstance(owner, type) and issubclass(owner, datetime.date)
 
 
@@ -118,8 +122,11 @@ def _watching_clocks() -> Iterator[None]:
             own(frame, event, arg)
         if event != "c_call" or arg.__name__ not in _CALLED or not (_is_clock(arg) or _is_seeded_anew(frame, arg)):
             return
+        owner = arg.__self__
+        if owner is sys and reader(frame.f_code.co_filename) != "user" and frame.f_globals is not vars(inspect):
+            return  # to say which Python module a class is defined in
         if asked_by(frame) is not None:
-            name = f"{getattr(arg.__self__, '__name__', 'random.Random')}.{arg.__name__}"
+            name = f"{getattr(owner, '__name__', type(owner).__name__)}.{arg.__name__}"
             _refuse(_what(name), "measure and draw outside, and pass the number in as an argument.")
 
     if before is not None and own is None:  # a profiler in C, which sys.setprofile cannot put back
@@ -142,13 +149,13 @@ def _what(name: str) -> str:
     module = name.split(".")[0]
     if "frame" in name:
         return f"looks at its callers by {name}"
-    if module in ("posix", "nt", "random") and not name.endswith(("times", "getloadavg")):
+    if module in ("posix", "nt", "Random", "Generator") and not name.endswith(("times", "getloadavg")):
         return f"draws from the randomness of the system by {name.replace('posix', 'os').replace('nt.', 'os.')}"
     return f"reads a clock by {name}"
 
 
 def _refuse(what: str, way_out: str) -> NoReturn:
-    error = TraceError(f"{user_line()}: the function {what}. {_INSTEAD}: {way_out}")
+    error = TraceError(f"{user_line()}: the function {what}, but {FROZEN}: {way_out}")
     current = recording()
     if current is not None:  # the function may catch it
         current.recorder.refusal = error
@@ -203,6 +210,8 @@ def _is_followed_by_name(thing: Any, name: str) -> bool:
         fields = thing.__dict__
         held = ("_parameters", "_buffers", "_modules")
         return name not in fields and not any(name in fields[kind] for kind in held if kind in fields)
+    if isinstance(thing, torch.Tensor):
+        return name in thing.__dict__
     kind: Any = type(thing)
     return isinstance(thing, (types.SimpleNamespace, types.FunctionType)) or any(map(is_users, kind.__mro__))
 
@@ -253,6 +262,15 @@ def _reads_file(original: Any) -> Any:
     return open
 
 
+def _opens(original: Any) -> Any:
+    def open(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        if _ACTIVE.depth and not flags & (os.O_WRONLY | os.O_RDWR) and asked_by(sys._getframe(1)) is not None:
+            _refuse(f"reads the file {path!r}", "read it before the call.")
+        return original(path, flags, *args, **kwargs)
+
+    return open
+
+
 def _asks_outside(what: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         def ask(*args: Any, **kwargs: Any) -> Any:
@@ -272,5 +290,6 @@ _WATCHED: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (importlib, "import_module", _imports),
     *((owner, "open", _reads_file) for owner in (builtins, io)),
     (builtins, "input", _asks_outside("the user")),
+    (os, "open", _opens),
     *((os, name, _asks_outside("the file system")) for name in ("stat", "listdir", "scandir")),
 ]

@@ -58,12 +58,7 @@ _STATES_WRONG = {
     "length of a list": "a list that is appended to counts as a log, which grows once per compilation",
     "set": "what is added to a set is added once, while the function is traced",
 }
-_STRONG = "the key of a program refers to the object strongly"
-_LIVES_LEAK = {
-    "dict key": _STRONG,
-    "in_long_list": _STRONG,
-    "in_class": "caches of what is known of a class refer to it strongly",
-}
+_LIVES_LEAK = {"in_class": "caches of what is known of a class refer to it strongly"}
 
 
 def scenario(name: str, *, may_refuse: bool = False) -> Callable[[Callable[[], Scenario]], Callable[[], Scenario]]:
