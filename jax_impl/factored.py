@@ -178,8 +178,9 @@ class _Evaluator:
             self.zeros.add(out)
         if isinstance(v, Literal) or not v.aval.shape or v in self.scalars:
             value = self.scalars.get(v) if not isinstance(v, Literal) and v in self.scalars else self.read(v)
-            if value is not None and not jnp.shape(value):
-                self.scalars[out] = jnp.asarray(value).astype(out.aval.dtype)
+            if isinstance(value, (Lazy, Squares)) or jnp.shape(value):
+                return
+            self.scalars[out] = bind(e, [value])[0] if e.primitive.name == "convert_element_type" else value
 
     def _outputs(self, e: Any) -> list[Any]:
         planned = any(v in self.kinds for v in e.outvars)
@@ -203,6 +204,9 @@ class _Evaluator:
 
     def _settled(self, v: Any, value: Any, e: Any) -> Any:
         """A lazy value, or the array where that is no larger than its factors."""
+        if isinstance(value, Lazy) and not value.fits(v.aval):
+            # A wrong rule must not lead to a wrong number: norms are taken without the array ever being made.
+            raise UnsupportedError("its rule gave another shape")
         if not isinstance(value, Lazy) or (v in self.uses and all(adds(use) for use in self.uses[v])):
             return value
         value = Lazy(value.shape, value.dtype, merged(value.terms))
