@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .networks import Factor, Term, UnsupportedError, consistent, dense, lengths, whole
-from .sums import wide
+from .networks import Factor, Term, UnsupportedError, consistent, dense, lengths, whole, working
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Lazy:
         """The array."""
         total = jnp.zeros(self.shape, self.dtype)
         for i, term in enumerate(self.terms):
-            part = dense(term, wide(self.dtype))
+            part = dense(term, working([term], self.dtype))
             total = part if i == 0 else total + part
         return total.astype(self.dtype)
 

@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 from .binding import bind
 from .lazy import Lazy, lazy
 from .networks import Factor, Label, Places, Term, UnsupportedError, Windows, contiguous, new_label, split_label
+from .sums import is_narrow
 
 
 def _transpose(ev: Any, e: Any) -> Lazy:
@@ -87,25 +88,33 @@ def repeated(value: Lazy, shape: Sequence[int], where: Sequence[int]) -> Lazy:
 def _convert(ev: Any, e: Any) -> Any:
     v, dtype = e.invars[0], jnp.dtype(e.params["new_dtype"])
     given = v.aval.dtype
-    exact = jnp.issubdtype(given, jnp.floating) and jnp.promote_types(given, dtype) == dtype
+    exact = _holds(dtype, given)
     if not isinstance(ev.read(v), Lazy) and not exact:
         return bind(e, [ev.array(v)])[0]
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UnsupportedError(f"a cast to {dtype.name}")
-    if not exact and float(jnp.finfo(dtype).max) < _LARGE and not _was(ev, v, dtype):
+    if not exact and is_narrow(dtype) and not _was(ev, v, dtype):
         raise UnsupportedError(f"a cast to {dtype.name}, which large numbers do not fit")
     value = lazy(ev, v)
-    if dtype == jnp.float64 and value.dtype != jnp.float64:
+    if (dtype == jnp.float64 and given != dtype) or jnp.finfo(given).bits < 16:  # einsum does not promote 8 bits
 
         def widened(t: Term) -> Term:
-            factors = (dataclasses.replace(f, array=f.array.astype(dtype)) for f in t.factors)
+            factors = (
+                f if f.array.dtype == jnp.bool_ else dataclasses.replace(f, array=f.array.astype(dtype))
+                for f in t.factors
+            )
             return t.replace(factors=tuple(factors))
 
         value = value.map(widened)
     return Lazy(value.shape, dtype, value.terms)
 
 
-_LARGE = 1e30  # what bfloat16 and all wider types hold
+def _holds(dtype: Any, given: Any) -> bool:
+    """Whether a floating-point type has all numbers of another."""
+    if not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(given, jnp.floating)):
+        return False
+    ours, theirs = jnp.finfo(dtype), jnp.finfo(given)
+    return bool(ours.nmant >= theirs.nmant and ours.maxexp >= theirs.maxexp and ours.minexp <= theirs.minexp)
 
 
 def _was(ev: Any, v: Any, dtype: Any) -> bool:

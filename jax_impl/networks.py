@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -249,14 +248,9 @@ def _expanded(factors: Iterable[Factor]) -> list[Factor]:
     return [f.expanded() if isinstance(f, Windows) else f for f in factors]
 
 
-def _scaled(value: Any, scale: Sequence[Factor], power: int = 1) -> Any:
-    if not scale:
-        return value
-    # Multiplied with each other first: a scale and its inverse cancel before they are squared.
-    dtype = functools.reduce(jnp.promote_types, [f.array.dtype for f in scale], value.dtype)
-    product = functools.reduce(operator.mul, [f.array.astype(dtype) for f in scale])
-    for _ in range(power):
-        value = value * product.astype(value.dtype)
+def _scaled(value: Any, scale: Sequence[Factor]) -> Any:
+    for f in scale:
+        value = value * f.array.astype(value.dtype)
     return value
 
 
@@ -533,15 +527,16 @@ def self_inner(term: Term, dtype: Any) -> Any:
         direct = _path(groups, flags, entries, sizes)[1] + 8 * math.prod(sizes[x] for x in entries)
         if direct <= _path([*groups, *again], [*flags, *flags], (), sizes)[1]:
             values = _einsum(_expanded(term.factors), entries, term.sizes, dtype, term.precision)
-            return _scaled(jnp.sum(jnp.square(values)), term.scale, 2)
+            return jnp.sum(jnp.square(_scaled(values, term.scale)))
     value = inner(term, term, dtype)
     return jnp.zeros((), dtype) if value is None else value
 
 
 def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
     """The squared norm of a sum of terms, products of different terms included."""
-    dtype = wide(dtype)
+    dtype = working(terms, dtype)
     total = jnp.zeros((), dtype)
+    terms = [_balanced(t) for t in terms]
     for i, a in enumerate(terms):
         total = total + _masked(self_inner(a, dtype), a.mask)
         for b in terms[:i]:
@@ -550,6 +545,28 @@ def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
                 total = total + 2 * _masked(_masked(product, a.mask), b.mask)
     # Where entries of a product cancel, rounding may leave less than nothing.
     return jnp.maximum(total, 0)
+
+
+def working(terms: Sequence[Term], dtype: Any) -> Any:
+    """The dtype to compute terms of an array of this dtype in: no narrower than what they are made of."""
+    parts = [f.array.dtype for t in terms for f in (*t.factors, *t.scale) if f.array.dtype != jnp.bool_]
+    return functools.reduce(jnp.promote_types, parts, wide(dtype))
+
+
+def _balanced(term: Term) -> Term:
+    """A scaled term whose factors have entries up to 1: what is scaled up or down might not be squared without."""
+    if not term.scale:
+        return term
+    factors, sizes = [], []
+    for f in term.factors:
+        if f.array.dtype != jnp.bool_ and f.array.size:
+            array = f.array.astype(wide(f.array.dtype))
+            size = jnp.max(jnp.abs(array))
+            size = jnp.where(size == 0, 1, size)
+            sizes.append(Factor(size, (), f.batched))
+            f = dataclasses.replace(f, array=array / size)
+        factors.append(f)
+    return term.replace(factors=tuple(factors), scale=(*sizes, *term.scale))
 
 
 def _masked(value: Any, mask: Any) -> Any:
@@ -561,9 +578,10 @@ def folded(term: Term) -> Term:
     if not term.scale or not term.factors:
         return term
     factors = list(term.factors)
-    i = min(range(len(factors)), key=lambda i: (not factors[i].batched, factors[i].stored))
+    is_mask = lambda f: f.array.dtype == jnp.bool_
+    i = min(range(len(factors)), key=lambda i: (is_mask(factors[i]), not factors[i].batched, factors[i].stored))
     f = factors[i]
-    dtype = f.array.dtype if jnp.issubdtype(f.array.dtype, jnp.inexact) else term.scale[0].array.dtype  # a mask
+    dtype = term.scale[0].array.dtype if is_mask(f) else f.array.dtype
     value = _scaled(f.array.astype(wide(dtype)), term.scale)
     factors[i] = dataclasses.replace(f, array=value, batched=f.batched or any(s.batched for s in term.scale))
     return term.replace(factors=tuple(factors), scale=())

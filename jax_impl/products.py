@@ -29,7 +29,7 @@ from .networks import (
     taken,
     whole,
 )
-from .sums import wide
+from .sums import is_narrow, wide
 
 # Arithmetic
 
@@ -106,9 +106,9 @@ def _narrowed(f: Factor, term: Term) -> Factor:
 
 
 def _of_products(*dtypes: Any) -> Any:
-    """The dtype for products that the program itself never forms: those of float16 may not fit it."""
-    dtype = functools.reduce(jnp.promote_types, dtypes)
-    return wide(dtype) if dtype == jnp.float16 else dtype
+    """The dtype for products that the program itself never forms: those of float16 and smaller may not fit it."""
+    roomy = [wide(dtype) if is_narrow(dtype) else dtype for dtype in dtypes]
+    return functools.reduce(jnp.promote_types, roomy)
 
 
 def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
@@ -136,9 +136,23 @@ def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
                 dtype = _of_products(g.array.dtype, f.array.dtype)
                 array = g.array.astype(dtype) * aligned.astype(dtype)
             factors[i] = dataclasses.replace(g, array=array, batched=g.batched or f.batched)
+        elif mask:
+            factors = [*(_masked(g, f) for g in factors), f]
         else:
             factors.append(f)
     return term.replace(factors=tuple(factors))
+
+
+def _masked(g: Factor, mask: Factor) -> Factor:
+    """The factor without what the mask leaves nothing of, which may be NaN."""
+    if not set(g.labels) & set(mask.labels) or isinstance(g, Windows) or isinstance(mask, Windows):
+        return g
+    kept = jnp.any(mask.array, [i for i, x in enumerate(mask.labels) if x not in g.labels])
+    labels = [x for x in mask.labels if x in g.labels]
+    order = sorted(range(len(labels)), key=lambda i: g.labels.index(labels[i]))
+    shape = [n if x in labels else 1 for x, n in zip(g.labels, g.array.shape, strict=True)]
+    array = jnp.where(kept.transpose(order).reshape(shape), g.array, 0)
+    return dataclasses.replace(g, array=array, batched=g.batched or mask.batched)
 
 
 def _divide(ev: Any, e: Any) -> Lazy:
@@ -384,7 +398,7 @@ def _scatter(ev: Any, e: Any) -> Lazy:
     if not ev.is_zero(updates) or ev.is_batched(indices):
         raise UnsupportedError("entries that are overwritten")
     ones = jnp.ones(target.aval.shape, target.aval.dtype)
-    mask = whole(bind(e, [ones, ev.array(indices), ev.array(updates)])[0], False)
+    mask = whole(bind(e, [ones, ev.array(indices), ev.array(updates)])[0] != 0, False)
     return lazy(ev, target).map(lambda t: _product(t, mask))
 
 
