@@ -177,7 +177,7 @@ class _Evaluator:
         if self.is_zero(v):
             self.zeros.add(out)
         if isinstance(v, Literal) or not v.aval.shape or v in self.scalars:
-            value = self.scalars.get(v) if not isinstance(v, Literal) and v in self.scalars else self.read(v)
+            value: Any = self.scalars[v] if not isinstance(v, Literal) and v in self.scalars else self.read(v)
             if isinstance(value, (Lazy, Squares)) or jnp.shape(value):
                 return
             self.scalars[out] = bind(e, [value])[0] if e.primitive.name == "convert_element_type" else value

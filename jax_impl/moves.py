@@ -99,11 +99,8 @@ def _convert(ev: Any, e: Any) -> Any:
     if (dtype == jnp.float64 and given != dtype) or jnp.finfo(given).bits < 16:  # einsum does not promote 8 bits
 
         def widened(t: Term) -> Term:
-            factors = (
-                f if f.array.dtype == jnp.bool_ else dataclasses.replace(f, array=f.array.astype(dtype))
-                for f in t.factors
-            )
-            return t.replace(factors=tuple(factors))
+            cast = lambda x: x if x.dtype == jnp.bool_ else x.astype(dtype)
+            return t.replace(factors=tuple(dataclasses.replace(f, array=cast(f.array)) for f in t.factors))
 
         value = value.map(widened)
     return Lazy(value.shape, dtype, value.terms)

@@ -193,11 +193,10 @@ def _join(draw: _Draw, v: Any, pool: list[Any]) -> Any:
 
 
 def _pad(draw: _Draw, v: Any, pool: list[Any]) -> Any:
-    widths = [tuple(map(int, draw.rng.integers([-1, -1, 0], [2, 2, 2]))) for _ in v.shape]
-    widths = [
-        (max(low, -(n // 2)), max(high, -(n // 2)), inner * (n > 1))
-        for (low, high, inner), n in zip(widths, v.shape, strict=True)
-    ]
+    widths = []
+    for n in v.shape:
+        low, high, inner = map(int, draw.rng.integers([-1, -1, 0], [2, 2, 2]))
+        widths.append((max(low, -(n // 2)), max(high, -(n // 2)), inner * (n > 1)))
     return jax.lax.pad(v, jnp.asarray(draw.rng.integers(2) * 0.5, v.dtype), widths)
 
 
@@ -270,14 +269,15 @@ def _scan(draw: _Draw, v: Any, pool: list[Any]) -> Any:
         return v
     w = pool[draw.rng.integers(len(pool))]
     w = w if w.ndim and w.size else v[0]
+    w = (w if jnp.issubdtype(v.dtype, jnp.complexfloating) else jnp.real(w)).astype(v.dtype)
     kind = draw.rng.integers(3)
 
     def step(carry: Any, row: Any) -> tuple[Any, Any]:
         if kind == 0:
-            return carry + jnp.sum(row) * w.astype(row.dtype), row * draw.x[0, 0].astype(row.dtype)
+            return carry + jnp.sum(row) * w, row * draw.x[0, 0].astype(row.dtype)
         if kind == 1:
-            return carry, row * jnp.sum(w).astype(row.dtype)
-        return jnp.tanh(carry * jnp.mean(row) + w.astype(row.dtype)), row * 2
+            return carry, row * jnp.sum(w)
+        return jnp.tanh(carry * jnp.mean(row) + w), row * 2
 
     start = jnp.zeros(w.shape, v.dtype)
     step = jax.checkpoint(step) if draw.rng.integers(3) == 0 else step
