@@ -73,6 +73,9 @@ class Contents:
             self.parts.append(("tensor", position))
             return
         self.seen[id(x)] = len(self.seen)
+        if x.is_meta:  # of a skeleton, whose parameters are replaced in each call: refused where it is read
+            self.parts.append((type(x), x.dtype, x.shape, x.device))
+            return
         self.tensors.append(x)
         self.paths.append(path)
         self.owners.append(self.owner)
@@ -161,6 +164,8 @@ class Contents:
             self.visit(x.__repr__.__self__, path)
         elif isinstance(x, torch.Generator):
             self.parts.append(x.initial_seed())
+        elif isinstance(x, torch.autocast):  # the rest is what it found when it was entered
+            self.parts += (x.device, x.fast_dtype, x._enabled, x._cache_enabled)
         elif isinstance(x, (operator.attrgetter, operator.methodcaller)):
             self.met |= set(strings_in(gc.get_referents(x)))
         elif isinstance(x, (io.BytesIO, io.StringIO)):

@@ -878,3 +878,16 @@ def test_other_threads_and_profilers_are_left_alone() -> None:
     assert not error
     assert "fun" in seen
     assert isinstance(getattr, types.BuiltinFunctionType)
+
+
+def test_an_autocast_object_that_is_held_compiles_once() -> None:
+    layer = torch.nn.Linear(3, 2)
+    layer.forward = torch.autocast("cpu", torch.bfloat16)(layer.forward)
+    call = mt.as_torch(mt.as_jax(lambda x: layer(x)))
+    x, traced = torch.ones(2, 3), []
+    for _ in range(3):
+        got = call(x)
+        traced.append(len(calling_internals._KNOWN))
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, layer(x))
+    assert traced[0] == traced[2]

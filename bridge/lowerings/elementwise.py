@@ -226,3 +226,9 @@ def divide(x: Array, y: Any, *, rounding_mode: str | None = None, results: Any) 
     if dtype is None or rounding_mode != "trunc":
         return _torchax(aten.div.Tensor_mode, x, y, rounding_mode=rounding_mode)
     return jax.lax.div(*jnp.broadcast_arrays(jnp.asarray(x).astype(dtype), jnp.asarray(y).astype(dtype)))
+
+
+@lowering("aten._new_zeros_with_same_feature_meta", results=True)
+def new_zeros(x: Array, other: Array, *, results: Any, self_num_batch_dims: int = 0) -> Array:
+    """The tangent that forward mode makes for a tensor that is written to."""
+    return jnp.zeros(results[0].shape, jax_dtype(results[0].dtype))
