@@ -98,7 +98,7 @@ class Recorder(ti.TorchDispatchMode):
             return self._check(args[0], asserted(*args[1:]))
         if reports_failure(func, args, kwargs):
             return self._factor_with_check(func, args, {**kwargs, "check_errors": False})
-        for tensor, condition in required(func, args):
+        for tensor, condition in required(func, args, kwargs):
             self._check(tensor, condition)
         if func.overloadpacket in _STRIDED:
             self._check_within(func, args, kwargs)
@@ -166,7 +166,7 @@ class Recorder(ti.TorchDispatchMode):
 
     def _promoted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The arguments of an elementwise op, whole numbers as floats where the result is one: torch converts first."""
-        with ti.no_dispatch(), self.fake:
+        with self.fake:
             out = ti.torch_pytree.tree_leaves(func(*args, **kwargs))[0]
         if not out.is_floating_point() or func.overloadpacket is aten.where:
             return args

@@ -57,6 +57,24 @@ def nanmedian_dim(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Arr
     return _median(x, dim, keepdim, skip_nan=True)
 
 
+@lowering("aten.mode")
+def mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The smallest of the most frequent elements, and where it stands last. NaN equals nothing, and comes last."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    rows = jnp.moveaxis(x, dim, -1)
+    order = jnp.argsort(rows, -1, stable=True)
+    ordered = jnp.take_along_axis(rows, order, -1)
+    place = jax.lax.broadcasted_iota(jnp.int32, ordered.shape, ordered.ndim - 1)
+    begins = jnp.concatenate([jnp.ones_like(ordered[..., :1], bool), ordered[..., 1:] != ordered[..., :-1]], -1)
+    run = place - jax.lax.cummax(jnp.where(begins, place, 0), axis=ordered.ndim - 1)
+    last = jnp.argmax(run, -1, keepdims=True)
+    value, index = (jnp.take_along_axis(v, last, -1) for v in (ordered, order))
+    if keepdim:
+        return jnp.moveaxis(value, -1, dim), jnp.moveaxis(index, -1, dim)
+    return value[..., 0], index[..., 0]
+
+
 @lowering("aten.cumsum", results=True)
 def cumsum(x: Array, dim: int, *, dtype: Any = None, results: Any) -> Array:
     """torchax adds up narrow integers in their own dtype."""
