@@ -72,11 +72,15 @@ _REGULAR = Condition(
         torch.linalg.LinAlgError,
     ),
 )
+
+
 def _between(name: str) -> Condition:
     return Condition(lambda p: (p >= 0) & (p <= 1), _says(f"all elements of {name} should be between 0 and 1"))
 
 
-_PROBABILITY = Condition(lambda p: (p >= 0) & (p <= 1), _says("Expected p_in >= 0 && p_in <= 1 to be true, but got false."))
+_PROBABILITY = Condition(
+    lambda p: (p >= 0) & (p <= 1), _says("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
+)
 _NOT_NEGATIVE = Condition(lambda x: x >= 0, _says("invalid Poisson rate, expected rate to be non-negative"))
 _SCALE = Condition(lambda std: std >= 0, _says("normal expects all elements of std >= 0.0"))
 _WEIGHTS = Condition(
@@ -150,9 +154,7 @@ def _lowered(
         failures.add(located)
 
     with enable_x64():
-        jax.lax.cond(
-            condition.holds(evidence).all(), lambda _: None, lambda e: jax.debug.callback(fail, e), evidence
-        )
+        jax.lax.cond(condition.holds(evidence).all(), lambda _: None, lambda e: jax.debug.callback(fail, e), evidence)
     return results
 
 
