@@ -128,12 +128,11 @@ def _split(value: Any) -> tuple[list[Any], Structure]:
 
 
 def _is_mirror(old: Any, new: Any, place: Place) -> bool:
-    """Whether a change is none: the result of an operator in place, or a list of parameters such as an RNN keeps."""
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and is_update_of(new, old):
-        return True
-    if isinstance(old, torch.nn.Parameter) and place.is_sequence:
-        return True
-    return isinstance(old, list) and bool(old) and all(isinstance(x, torch.nn.Parameter) for x in old)
+    """Whether a change is none: the result of an operator in place, or the list of its parameters that an RNN keeps."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return is_update_of(new, old)
+    is_list = place.is_library and isinstance(old, list) and bool(old)
+    return is_list and all(isinstance(x, torch.nn.Parameter) for x in old)
 
 
 def _scratch(place: Place, key: Any, old: Any, new: Any, results: Results) -> Scratch:
