@@ -77,7 +77,7 @@ class Place(NamedTuple):
         """The place as the user would write it."""
         if self.is_attributes:
             return f"{self.label}.{key}"
-        if self.names is not None or isinstance(self.owner, types.CellType):
+        if self.names is not None or isinstance(self.owner, (types.CellType, contextvars.ContextVar)):
             return str(key)
         return f"{self.label}[{key!r}]"
 
@@ -182,6 +182,7 @@ class Walk:
         self.owners: list[torch.nn.Module | None] = []
         self._places: list[Place | torch.nn.Module] = []
         self.containers: list[tuple[Slot, Any]] = []
+        self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
         self.generators: list[Any] = []  # of Python's and NumPy's random numbers
         self._seen: dict[int, int] = {}
         self._keep: list[object] = []
@@ -267,6 +268,7 @@ class Walk:
             self._visit(x.__func__, path)
             self._visit(x.__self__, (path, "self"))
         elif isinstance(x, np.ndarray):
+            self.arrays.append((path_name(path), x))
             self.parts.append((x.dtype.str, x.shape, x.tobytes()))
         elif isinstance(x, np.generic):
             self.parts.append((x.dtype.str, x.tobytes()))
@@ -292,6 +294,7 @@ class Walk:
         elif isinstance(x, (bytearray, memoryview, array.array)):
             self.parts.append((type(x), bytes(x)))
         elif isinstance(x, contextvars.ContextVar):
+            self._places.append(Place(x, path_name(path)))
             self._visit(x.get(None), path)
         else:
             self._attributes(x, path)
@@ -440,7 +443,7 @@ class Walk:
 
 def _of_module(m: torch.nn.Module) -> list[Place]:
     cls: Any = type(m)
-    kept = (m.__dict__, m.__dict__["_parameters"], m.__dict__["_buffers"])
+    kept = (m.__dict__, *(m.__dict__[name] for name in ("_parameters", "_buffers", "_modules")))
     return [Place(fields, cls.__name__, None, True, not _is_users(cls)) for fields in kept]
 
 

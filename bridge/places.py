@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import types
 from typing import Any
 
@@ -19,6 +20,9 @@ def read(place: Place) -> dict[Any, Any]:
             return {place.label: owner.cell_contents}
         except ValueError:  # not yet assigned
             return {}
+    if isinstance(owner, contextvars.ContextVar):
+        value = owner.get(ABSENT)
+        return {} if value is ABSENT else {place.label: value}
     if isinstance(owner, type):
         found: dict[Any, Any] = dict(vars(owner))
     elif isinstance(owner, dict):
@@ -48,6 +52,9 @@ def write(place: Place, key: Any, value: Any) -> None:
             del owner.cell_contents
         else:
             owner.cell_contents = value
+    elif isinstance(owner, contextvars.ContextVar):
+        if value is not ABSENT:
+            owner.set(value)
     elif isinstance(owner, (dict, list, collections.deque)):
         _write_item(place, key, value)
     elif value is not ABSENT:

@@ -60,11 +60,31 @@ class Watched:
     def __init__(self, walk: Walk) -> None:
         self.places = walk.places
         self._before = list(map(read, self.places))
+        self._arrays = [(name, array, array.copy()) for name, array in walk.arrays]
+        self._sets = [(slot[1], x, set(x)) for slot, x in walk.containers if isinstance(x, set)]
 
     def restore(self) -> None:
         """Put everything back."""
         for number, key, old, _ in list(self._changes()):
             write(self.places[number], key, old)
+        for _, array, before in self._arrays:
+            if array.tobytes() != before.tobytes():
+                array[...] = before
+        for _, members, started in self._sets:
+            members.intersection_update(started)
+            members.update(started)
+
+    def check(self) -> None:
+        """Refuse writes that no call could repeat: to NumPy's arrays, and of tensors to sets."""
+        for name, array, before in self._arrays:
+            if array.tobytes() != before.tobytes():
+                raise TraceError(
+                    f"the function writes to {name}, a NumPy array, which it would do once, while it is traced. Make "
+                    "it a tensor, or pass it in."
+                )
+        for name, members, started in self._sets:
+            for value in members - started:
+                _check_holds_no_trace(value, name)
 
     def settle(self, results: Results, first: bool) -> tuple[list[Effect], list[Scratch]]:
         """Put everything back; what each call has to write, and what is only scratch.
