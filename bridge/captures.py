@@ -194,6 +194,7 @@ class Walk(Contents):
             self.parts.append((type(x), times_cleared(x)))
             self.visit(x.__wrapped__, path)
         elif isinstance(x, contextvars.ContextVar):
+            self.found_places.append(Place(x, path_name(path)))
             self.visit(x.get(None), path)
         else:
             self.visit_attributes(x, path)

@@ -40,6 +40,7 @@ class Contents:
     def start(self, names: frozenset[str]) -> None:
         self.parts: list[Any] = []
         self.tensors: list[torch.Tensor] = []
+        self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
         self.paths: list[Path] = []
         self.owners: list[torch.nn.Module | None] = []
         self.found_places: list[Place | torch.nn.Module] = []
@@ -100,6 +101,8 @@ class Contents:
             self.visit(owner, path)
 
     def array(self, x: Any, path: Path) -> None:
+        if isinstance(x, np.ndarray):
+            self.arrays.append((path_name(path), x))
         self.parts.append((type(x), x.dtype.str, x.shape))
         if x.dtype.hasobject:
             self.visit(x.tolist(), path)

@@ -111,9 +111,10 @@ class Captured:
     def depend_on(self, sources: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
         """Whether some of the tensors are computed from captured ones among the sources."""
         where = self.recorder.where
+        shown = [id(ti.from_fun(self.stand_in(t))) for t in tensors]
         inner = {id(t): x for t, x in zip(self.tensors, self.inputs, strict=True)}
         wanted = {where[id(inner[id(s)])].node for s in sources if id(s) in inner}
-        made = [where[i] for i in (id(ti.from_fun(t)) for t in tensors) if i in where]
+        made = [where[i] for i in shown if i in where]
         return depend(self.recorder.nodes, made, wanted)
 
     def check_rows(self, used: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import types
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +43,7 @@ class Place(NamedTuple):
         """The place as the user would write it."""
         if self.is_attributes:
             return f"{self.label}.{key}"
-        if self.names is not None or isinstance(self.owner, types.CellType):
+        if self.names is not None or isinstance(self.owner, (types.CellType, contextvars.ContextVar)):
             return str(key)
         return f"{self.label}[{key!r}]"
 
@@ -59,7 +60,7 @@ def path_name(path: Path) -> str:
 def places_of_module(m: torch.nn.Module) -> list[Place]:
     """Where a module keeps its attributes, parameters and buffers."""
     cls: Any = type(m)
-    kept = (m.__dict__, m.__dict__["_parameters"], m.__dict__["_buffers"])
+    kept = (m.__dict__, *(m.__dict__[name] for name in ("_parameters", "_buffers", "_modules")))
     return [Place(fields, cls.__name__, None, True, not is_users(cls)) for fields in kept]
 
 
@@ -71,6 +72,9 @@ def read(place: Place) -> dict[Any, Any]:
             return {place.label: owner.cell_contents}
         except ValueError:  # not yet assigned
             return {}
+    if isinstance(owner, contextvars.ContextVar):
+        value = owner.get(ABSENT)
+        return {} if value is ABSENT else {place.label: value}
     if isinstance(owner, type):
         found: dict[Any, Any] = dict(vars(owner))
     elif isinstance(owner, dict):
@@ -100,6 +104,9 @@ def write(place: Place, key: Any, value: Any) -> None:
             del owner.cell_contents
         else:
             owner.cell_contents = value
+    elif isinstance(owner, contextvars.ContextVar):
+        if value is not ABSENT:
+            owner.set(value)
     elif isinstance(owner, (dict, list, collections.deque)):
         _write_item(place, key, value)
     elif value is not ABSENT:

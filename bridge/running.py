@@ -64,6 +64,7 @@ class FlatFunction:
 
     def _run_first(self, tensors: Any, watched: Watched) -> list[Any]:
         returned, shape = Structure.split(self._run(tensors), self._is_tensor)
+        watched.check()
         current = None if self._is_interpreted else recording()
         results = Results(tensors, returned, current, self.mode.once)
         self.effects, self.scratch = watched.settle(results, first=self.shape is None)

@@ -60,11 +60,31 @@ class Watched:
     def __init__(self, walk: Walk) -> None:
         self.places = walk.places
         self._before = list(map(read, self.places))
+        self._arrays = [(name, array, array.copy()) for name, array in walk.arrays]
+        self._sets = [(slot[1], x, set(x)) for slot, x in walk.containers if isinstance(x, set)]
 
     def restore(self) -> None:
         """Put everything back."""
         for number, key, old, _ in list(self._changes()):
             write(self.places[number], key, old)
+        for _, array, before in self._arrays:
+            if array.tobytes() != before.tobytes():
+                array[...] = before
+        for _, members, started in self._sets:
+            members.intersection_update(started)
+            members.update(started)
+
+    def check(self) -> None:
+        """Refuse writes that no call could repeat: to NumPy's arrays, and of tensors to sets."""
+        for name, array, before in self._arrays:
+            if array.tobytes() != before.tobytes():
+                raise TraceError(
+                    f"the function writes to {name}, a NumPy array, which it would do once, while it is traced. Make "
+                    "it a tensor, or pass it in."
+                )
+        for name, members, started in self._sets:
+            for value in members - started:
+                _check_holds_no_trace(value, name)
 
     def settle(self, results: Results, first: bool) -> tuple[list[Effect], list[Scratch]]:
         """Put everything back; what each call has to write, and what is only scratch.
@@ -128,12 +148,11 @@ def _split(value: Any) -> tuple[list[Any], Structure]:
 
 
 def _is_mirror(old: Any, new: Any, place: Place) -> bool:
-    """Whether a change is none: the result of an operator in place, or a list of parameters such as an RNN keeps."""
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and is_update_of(new, old):
-        return True
-    if isinstance(old, torch.nn.Parameter) and place.is_sequence:
-        return True
-    return isinstance(old, list) and bool(old) and all(isinstance(x, torch.nn.Parameter) for x in old)
+    """Whether a change is none: the result of an operator in place, or the list of its parameters that an RNN keeps."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return is_update_of(new, old)
+    is_list = place.is_library and isinstance(old, list) and bool(old)
+    return is_list and all(isinstance(x, torch.nn.Parameter) for x in old)
 
 
 def _scratch(place: Place, key: Any, old: Any, new: Any, results: Results) -> Scratch:

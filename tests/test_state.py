@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import dataclasses
 import gc
@@ -355,6 +356,20 @@ def a_module_in_two_places() -> Any:
 
     one, two = Cell(), Cell()
     return nn.Sequential(one, two, one), lambda n: [one.v, two.v]
+
+
+@program
+def modules_exchanged() -> Any:
+    def step(net: Any, x: torch.Tensor) -> Any:
+        net.lin, net.other = net.other, net.lin
+        variable.set(variable.get() + net.lin(x))
+        return variable.get() * 2
+
+    variable = contextvars.ContextVar("variable", default=ZERO)
+    variable.set(ZERO + 1)
+    net = _Net(step)
+    net.other = nn.Linear(2, 2)
+    return net, lambda n: variable.get()
 
 
 @program(slow=True)
@@ -809,6 +824,26 @@ def _row(net: Any, x: torch.Tensor) -> Any:
 def _object(net: Any, x: torch.Tensor) -> Any:
     net.p = types.SimpleNamespace(v=x * 2)
     return net.p.v
+
+
+def test_writes_that_no_call_could_repeat_are_refused_by_name() -> None:
+    tensors: set[torch.Tensor] = set()
+    counts = np.zeros(2)
+
+    def collect(x: torch.Tensor) -> torch.Tensor:
+        tensors.add(x * 2)
+        return x
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        counts[0] += 1
+        return x * float(counts[0])
+
+    with pytest.raises(TypeError, match="tensors of the trace, without values, to tensors"):
+        _through(collect)(X[0])
+    with pytest.raises(TypeError, match="writes to counts, a NumPy array"):
+        _through(count)(X[0])
+    assert not tensors
+    assert counts.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("step", [_new_parameter, _new_leaf, _row, _object])
