@@ -123,6 +123,9 @@ class Check:
 
 def required(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Condition]]:
     """The conditions that an op asks of its arguments."""
+    if op is aten.repeat_interleave.Tensor:
+        size = kwargs.get("output_size")
+        return [(args[0], Condition(lambda n: n.sum() == size, _says("allocated size does not match required size")))]
     if kwargs.get("hermitian"):  # by eigenvalues, which may be NaN
         return []
     asked = [(args[i], condition) for i, condition in _REQUIRED.get(op, ()) if i < len(args)]

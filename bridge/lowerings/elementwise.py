@@ -232,3 +232,24 @@ def divide(x: Array, y: Any, *, rounding_mode: str | None = None, results: Any) 
 def new_zeros(x: Array, other: Array, *, results: Any, self_num_batch_dims: int = 0) -> Array:
     """The tangent that forward mode makes for a tensor that is written to."""
     return jnp.zeros(results[0].shape, jax_dtype(results[0].dtype))
+
+
+@lowering("aten.view.dtype", results=True)
+def view_dtype(x: Array, _: Any, *, results: Any) -> Array:
+    """The same memory read as another dtype: the last axis is split or joined where the sizes differ."""
+    dtype = jnp.dtype(jax_dtype(results[0].dtype))
+    if dtype == x.dtype:
+        return x
+    if jnp.iscomplexobj(x):  # as its real and imaginary parts
+        x = jnp.stack([x.real, x.imag], -1).reshape(*x.shape[:-1], -1) if x.ndim else x
+    if x.dtype == np.bool_:
+        x = x.astype(np.uint8)
+    part = jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+    part = jnp.dtype(np.uint8) if part == np.bool_ else part
+    if part.itemsize > x.dtype.itemsize:
+        x = x.reshape(*x.shape[:-1], -1, part.itemsize // x.dtype.itemsize)
+    x = jax.lax.bitcast_convert_type(x, part)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        pairs = x.reshape(*results[0].shape, 2)
+        return jax.lax.complex(pairs[..., 0], pairs[..., 1])
+    return x.reshape(results[0].shape).astype(dtype)

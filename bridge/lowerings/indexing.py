@@ -285,3 +285,9 @@ def max_unpool(x: Array, indices: Array, output_size: Sequence[int], *window: An
     rows, where = x.reshape(math.prod(lead), -1), indices.reshape(math.prod(lead), -1)
     empty = jnp.zeros((rows.shape[0], math.prod(output_size)), x.dtype)
     return empty.at[jnp.arange(rows.shape[0])[:, None], where].set(rows).reshape(*lead, *output_size)
+
+
+@lowering("aten.repeat_interleave.Tensor")
+def repeat_interleave(repeats: Array, *, output_size: int | None = None) -> Array:
+    """Each number as often as it says; torch gives a length that is known before."""
+    return jnp.repeat(jnp.arange(repeats.size), repeats, total_repeat_length=output_size).astype(repeats.dtype)
