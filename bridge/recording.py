@@ -26,6 +26,7 @@ from .errors import TraceError, WrittenArgument, frozen_number, refuse_seed
 from .graph import Graph, Meta, Value
 from .interception import Captured, Interception, is_traced_tensor, recording
 from .recorder import Recorder
+from .watching import watching
 
 aten = torch.ops.aten
 
@@ -44,6 +45,7 @@ def record(
     need: Sequence[bool],
     known: Sequence[torch.Tensor],
     wants: Callable[[torch.Tensor], bool] = lambda _: False,
+    clocks: bool = False,
 ) -> tuple[Graph, list[torch.Tensor]]:
     """Record ``fun(*tensors) -> tensors`` and, for the inputs that ``need`` names, its vector-Jacobian product.
 
@@ -53,6 +55,7 @@ def record(
         need: one flag for each argument and each tensor of ``known``: record its gradient.
         known: captured tensors found by an earlier recording, in order.
         wants: whether to record the gradient of a captured tensor that is met for the first time.
+        clocks: whether the function's code may read a clock.
 
     Returns:
         The graph, and the captured tensors: ``known`` and then whatever was met for the first time.
@@ -63,10 +66,11 @@ def record(
     ti.load_dynamo()
     with _LOCK, _apart_from_callers():
         try:
-            return _record_once(fun, metas, need, known, wants)
+            with watching(clocks):
+                return _record_once(fun, metas, need, known, wants)
         except TraceError as error:
             # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
-            with ti.compiling(), contextlib.suppress(Exception):
+            with ti.compiling(), contextlib.suppress(Exception), watching(clocks):
                 return _record_once(fun, metas, need, known, wants)
             raise error
 

@@ -23,7 +23,8 @@ from .differentiation import Source, TorchFunction
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number, is_raised_by_jax, user_line
 from .graph import Meta
 from .interception import is_traced_tensor, recording
-from .places import WrittenContainers
+from .names import read_count
+from .places import WrittenContainers, written_count
 from .side_effects import Effect, Generators, Watched
 from .torch2jax_engine import InterpretedFunction, is_interpreted
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
@@ -181,13 +182,16 @@ class _Traced:
                 if len(self._made) >= _CACHE_SIZE:
                     self._made.pop(next(iter(self._made)))
                 written, generators = WrittenContainers(walk), Generators(walk)
+                before = written_count(), read_count()
                 made = self._trace(structure, metas, walk, mode, functools.partial(_is_wanted, outer))
                 if generators.put_back():
                     raise frozen_number()
                 written.remember()
-                walk = Walk(self.torch_fun, structure.fixed)  # with the names that the function put together
+                if written_count() != before[0]:  # the key leaves out now what the function was seen to write to
+                    walk = Walk(self.torch_fun, structure.fixed)
                 made.find_in(walk)
-                self._made[form, walk.key] = made
+                if read_count() == before[1]:  # else there is another key for it, with names that it put together
+                    self._made[form, walk.key] = made
             captured = self._captured(made.tracing, outer)
             make_key = functools.partial(_draw_key, key, rows, outer, walk.key, arrays)
             results = made.tracing.call(make_key, [*arrays, *captured])
@@ -221,7 +225,8 @@ class _Traced:
                 effect.undo()
             try:
                 with contextlib.ExitStack() as scope:
-                    scope.enter_context(watching(walk.may_read_clocks))
+                    if self.engine != "record":
+                        scope.enter_context(watching(walk.may_read_clocks))
                     if not mode.once:
                         scope.enter_context(_NoBatchStatistics(walk))
                     if not mode.grad and self.engine == "record":
@@ -260,7 +265,7 @@ class _Traced:
 
         if self.engine == "record":
             # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
-            source = Source(flat, [t for t in walk.tensors if is_traced_tensor(t)])
+            source = Source(flat, [t for t in walk.tensors if is_traced_tensor(t)], walk.may_read_clocks)
             try:
                 tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants, keep=current_call() is None)
             except WrittenArgument as error:

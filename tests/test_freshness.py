@@ -55,10 +55,7 @@ SETTLING = frozenset(("defaultdict", "cached property"))  # the first call adds 
 
 # What fails today, with the reason: an entry that no longer fails is reported and has to go.
 _STATES_WRONG = {
-    "slot": "what is written to a slot is written once, while the function is traced",
     "length of a list": "a list that is appended to counts as a log, which grows once per compilation",
-    "list that shrinks": "an item is taken out once, while the function is traced",
-    "set": "what is added to a set is added once, while the function is traced",
 }
 _LIVES_LEAK = {"in_class": "caches of what is known of a class refer to it strongly"}
 
