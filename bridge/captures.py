@@ -36,6 +36,7 @@ from .user_code import is_partly_users, is_users, is_users_file
 from .watching import FROZEN, is_clock, may_read_clocks
 
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
+_CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})  # by torch
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What code reads of the process, if it mentions the name.
 _SURROUNDINGS: dict[str, Callable[[], Any]] = {
@@ -317,7 +318,8 @@ class Walk(Contents):
         self.parts.append(Same(x))
         fields = dict(vars(x))
         for name, value in fields.items():  # called without being named
-            if isinstance(value, types.FunctionType) and (name == "forward" or _is_special(name)):
+            value = value.__func__ if isinstance(value, staticmethod) else value
+            if isinstance(value, types.FunctionType) and (name in _CALLED or _is_special(name)):
                 self.visit(value, (path, f".{name}"))
         if MATCH_ARGS in self.names:
             self.met |= set(fields.get(MATCH_ARGS, ()))

@@ -41,8 +41,10 @@ class Source:
     Whoever traces the function holds this. The recordings, which JAX's caches keep for long, refer to it weakly.
     """
 
-    def __init__(self, fun: Callable[..., Sequence[torch.Tensor]], known: Sequence[torch.Tensor] = ()) -> None:
-        self.fun = fun
+    def __init__(
+        self, fun: Callable[..., Sequence[torch.Tensor]], known: Sequence[torch.Tensor] = (), clocks: bool = False
+    ) -> None:
+        self.fun, self.clocks = fun, clocks  # clocks: whether its code may read one
         self.captured = list(known)
         self.derived: dict[Any, tuple[TorchFunction, Source]] = {}
 
@@ -71,7 +73,7 @@ class TorchFunction:
         self._programs: dict[Any, Any] = {}
         needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]
         needed += [Meta.of(t).differentiable and wants(t) for t in source.captured]
-        graph, source.captured = record(source.fun, self.arguments, needed, source.captured, wants)
+        graph, source.captured = record(source.fun, self.arguments, needed, source.captured, wants, source.clocks)
         self.metas = [*self.arguments, *(Meta.of(t) for t in source.captured)]
         self.first = graph
         self._graphs: dict[tuple[bool, ...], Graph] = {graph.need: graph}
@@ -105,7 +107,7 @@ class TorchFunction:
         return self._graphs[need]
 
     def _record(self, need: tuple[bool, ...]) -> Graph:
-        graph, captured = record(self.source.fun, self.arguments, need, self.captured)
+        graph, captured = record(self.source.fun, self.arguments, need, self.captured, clocks=self.source.clocks)
         if len(captured) != len(self.captured):
             raise TypeError("a tensor is captured only while the function is differentiated; pass it as an argument")
         return graph
@@ -138,7 +140,7 @@ class TorchFunction:
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
                 return rule(call, tensors[:inputs], tensors[inputs:], need, outputs)
 
-            inner = Source(derived)
+            inner = Source(derived, clocks=self.source.clocks)
             source.derived[kind, need] = TorchFunction(inner, [*self.metas, *extra]), inner
         return source.derived[kind, need][0]
 

@@ -36,6 +36,7 @@ from .errors import (
 from .graph import Graph, Meta, Value
 from .interception import Captured, Interception, is_traced_tensor, recording
 from .recorder import Recorder
+from .watching import watching
 
 aten = torch.ops.aten
 
@@ -54,6 +55,7 @@ def record(
     need: Sequence[bool],
     known: Sequence[torch.Tensor],
     wants: Callable[[torch.Tensor], bool] = lambda _: False,
+    clocks: bool = False,
 ) -> tuple[Graph, list[torch.Tensor]]:
     """Record ``fun(*tensors) -> tensors`` and, for the inputs that ``need`` names, its vector-Jacobian product.
 
@@ -63,6 +65,7 @@ def record(
         need: one flag for each argument and each tensor of ``known``: record its gradient.
         known: captured tensors found by an earlier recording, in order.
         wants: whether to record the gradient of a captured tensor that is met for the first time.
+        clocks: whether the function's code may read a clock.
 
     Returns:
         The graph, and the captured tensors: ``known`` and then whatever was met for the first time.
@@ -73,17 +76,12 @@ def record(
     ti.load_dynamo()
     with _LOCK, _apart_from_callers():
         try:
-            return _record_once(fun, metas, need, known, wants)
-        except WrittenLeaf:
-            # To record a gradient every captured tensor is a leaf, which one that has a history is not outside.
-            try:
-                return _record_once(fun, metas, need, known, wants, copies=True)
-            except WrittenLeaf as error:
-                raise TraceError(str(error)) from error.__cause__
+            with watching(clocks):
+                return _record_leaves(fun, metas, need, known, wants)
         except TraceError as error:
             # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
-            with ti.compiling(), contextlib.suppress(Exception):
-                return _record_once(fun, metas, need, known, wants)
+            with ti.compiling(), contextlib.suppress(Exception), watching(clocks):
+                return _record_leaves(fun, metas, need, known, wants)
             raise error
 
 
@@ -124,6 +122,17 @@ def _unchanged_generators() -> Iterator[None]:
             torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _record_leaves(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tuple[Graph, list[torch.Tensor]]:
+    try:
+        return _record_once(fun, metas, need, known, wants)
+    except WrittenLeaf:
+        # To record a gradient every captured tensor is a leaf, which one that has a history is not outside.
+        try:
+            return _record_once(fun, metas, need, known, wants, copies=True)
+        except WrittenLeaf as error:
+            raise TraceError(str(error)) from error.__cause__
 
 
 @contextlib.contextmanager

@@ -106,7 +106,8 @@ class FlatFunction:
         containers = ArgumentContainers(args, kwargs)
         try:
             with contextlib.ExitStack() as scope:
-                scope.enter_context(watching(self.walk.may_read_clocks))
+                if self._is_interpreted:
+                    scope.enter_context(watching(self.walk.may_read_clocks))
                 if not self.mode.once:
                     scope.enter_context(_NoBatchStatistics(self.walk))
                 if not self.mode.grad and not self._is_interpreted:

@@ -22,7 +22,7 @@ from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_traced_tensor
 from .names import read_count
-from .places import WrittenContainers, read_entry, write
+from .places import WrittenContainers, read_entry, write, written_count
 from .running import FlatFunction, Mode, no_place_for_state, no_place_for_updates
 from .side_effects import Generators, tensors_in
 from .torch2jax_engine import InterpretedFunction
@@ -184,7 +184,8 @@ class _Traced:
         if made is None:
             if len(self._made) >= _CACHE_SIZE:
                 self._made.pop(next(iter(self._made)))
-            written, generators, read = WrittenContainers(walk), Generators(walk), read_count()
+            written, generators = WrittenContainers(walk), Generators(walk)
+            before = written_count(), read_count()
             wants = functools.partial(_is_wanted, outer)
             trace = lambda walk: self._trace(structure, metas, walk, mode, wants)
             made = trace(walk)
@@ -192,12 +193,13 @@ class _Traced:
             if generators.put_back():
                 raise frozen_number()
             written.remember()
-            again = Walk(self.torch_fun, structure.fixed)
-            if read_count() != read:  # names that the function puts together are followed from now on
-                return self._find(structure, arrays, again, outer)
-            if [id(p.owner) for p in again.places] == [id(p.owner) for p in walk.places]:  # else the next call traces
-                made.find_in(again)
-                self._made[form, again.key] = made
+            places = [id(place.owner) for place in walk.places]
+            if written_count() != before[0]:  # the key leaves out now what the function was seen to write to
+                walk = Walk(self.torch_fun, structure.fixed)
+            made.find_in(walk)
+            # With names that the function put together there is another key for it.
+            if read_count() == before[1] and places == [id(place.owner) for place in walk.places]:
+                self._made[form, walk.key] = made
         else:
             made.adopt(walk)
         return made
@@ -213,7 +215,7 @@ class _Traced:
         flat = FlatFunction(self.torch_fun, structure, walk, mode, self.engine == "torch2jax")
         if self.engine == "record":
             # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
-            source = Source(flat, [t for t in walk.tensors if is_traced_tensor(t)])
+            source = Source(flat, [t for t in walk.tensors if is_traced_tensor(t)], walk.may_read_clocks)
             try:
                 tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants, keep=current_call() is None)
             except WrittenArgument as error:

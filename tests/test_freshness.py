@@ -56,7 +56,6 @@ SETTLING = frozenset(("defaultdict", "cached property"))  # the first call adds 
 # What fails today, with the reason: an entry that no longer fails is reported and has to go.
 _STATES_WRONG = {
     "length of a list": "a list that is appended to counts as a log, which grows once per compilation",
-    "set": "what is added to a set is added once, while the function is traced",
 }
 _LIVES_LEAK = {"in_class": "caches of what is known of a class refer to it strongly"}
 

@@ -744,6 +744,77 @@ def test_an_open_file_and_a_long_list_of_objects_are_refused_by_name() -> None:
         _through(lambda x: x * len(stream.readline()))(_x())
 
 
+class Scaled(torch.autograd.Function):
+    base = 2.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * NUMBER
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return g * NUMBER * getattr(Scaled, _put("ba", "se"))
+
+
+def _slope(fun: Fun) -> torch.Tensor:
+    x = _x().requires_grad_()
+    fun(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_what_runs_in_the_backward_pass_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    thing = Thing()
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        y = Scaled.apply(x)
+        if y.requires_grad:
+            y.register_hook(lambda g: g * getattr(thing, _put("s", "0")))
+        return y
+
+    call = _through(fun)
+    for owner, name in ((globals(), "NUMBER"), (Scaled, "base"), (thing, "s0")):
+        torch.testing.assert_close(_slope(call), _slope(fun))
+        if isinstance(owner, dict):
+            owner[name] = 5.0
+        else:
+            monkeypatch.setattr(owner, name, 5.0)
+        torch.testing.assert_close(_slope(call), _slope(fun))
+
+    def timed(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if y.requires_grad:
+            y.register_hook(lambda g: g * time.time())
+        return y
+
+    with pytest.raises(TypeError, match=r"test_watching\.py:\d+: .* by time\.time"):
+        _slope(_through(timed))
+
+
+class Tabled(nn.Module):
+    length = 2
+
+    @functools.cached_property
+    def table(self) -> torch.Tensor:
+        return torch.arange(self.length, self.length + 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
+
+def test_a_constant_that_the_first_call_keeps_is_read_from_there() -> None:
+    m = Tabled()
+    call = _through(m)
+    for change in (
+        lambda: None,
+        lambda: (setattr(m, "length", 5), m.__dict__.pop("table")),
+        lambda: m.table.fill_(7.0),
+        lambda: setattr(m, "length", 3),
+    ):
+        change()
+        torch.testing.assert_close(call(_x()), _x() * m.table)
+
+
 # What is let through
 
 
