@@ -19,6 +19,7 @@ from .captures import Key, Walk, WrittenContainers, forked_child, is_traced, pat
 from .compilation import Outline, Root, outline
 from .devices import start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
+from .graph import unusual_stride
 from .interception import Captured, is_traced_tensor, recording
 from .side_effects import write
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
@@ -149,7 +150,8 @@ def _prepare_as(
     arguments = [_tensor(leaf, device) for leaf in leaves]
     floats = tuple(i for i, leaf in enumerate(leaves) if type(leaf) is float)
     walk = Walk(jax_fun, structure.fixed)
-    fixed = structure.treedef, structure.moves, floats, recompute, surroundings()
+    strides = tuple(map(unusual_stride, arguments))
+    fixed = structure.treedef, structure.moves, floats, recompute, surroundings(), strides
 
     def body(*arrays: Any) -> Any:
         args, kwargs = structure.join(weak_float(a) if i in floats else a for i, a in enumerate(arrays))

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from .errors import TraceError
+from .graph import unusual_stride
 from .user_code import is_users_file
 
 _PLAIN = (
@@ -253,7 +254,7 @@ class Walk:
         self.tensors.append(x)
         self.paths.append(path)
         self.owners.append(self._owner)
-        self.parts.append((type(x), x.dtype, x.shape, x.requires_grad, x.device, x.layout))
+        self.parts.append((type(x), x.dtype, x.shape, x.requires_grad, x.device, x.layout, unusual_stride(x)))
 
     def _object(self, x: Any, path: Path) -> None:
         if isinstance(x, (list, tuple, set, frozenset, dict, collections.deque)):

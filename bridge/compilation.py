@@ -18,6 +18,7 @@ from .bounds import Failures
 from .captures import Walk
 from .context import Call, running
 from .differentiation import independent_outputs
+from .graph import unusual_stride
 from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
@@ -61,6 +62,7 @@ class Root(Flat):
         self.inputs = [*arguments, *captured]
         with torch._C.DisableTorchFunction():
             self.device = common_device(self.inputs)
+            self.strides = [unusual_stride(t) for t in arguments]
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.outline: Outline | None = None
 
@@ -72,6 +74,7 @@ class Root(Flat):
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
         call.key, call.has_floats = key, self.has_floats
         call.tensors.update({id(t): a for t, a in captured})
+        call.strides = {id(a): s for a, s in zip(arrays, self.strides, strict=False) if s is not None}
         call.enter_body()
         outputs, call.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)
         return [jnp.asarray(x) for x in outputs]

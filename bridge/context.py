@@ -41,6 +41,9 @@ class Call:
     draws: bool = False
     strided: str | None = None  # the line that asks for elements by their place in memory
     has_floats: bool = False  # Python floats among the arguments are inputs
+    strides: dict[int, tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )  # by id, of arguments in another order
     failures: Any = None  # where checks of indices report
     shape: Any = None  # the structure of the results
     moving: list[bool] = dataclasses.field(default_factory=list)  # which outputs depend on a needed input

@@ -164,7 +164,9 @@ class _Traced:
             if outer is not None and outer.has_floats and any(a.weak_type and a.ndim == 0 for a in arrays):
                 raise FloatsAreStatic
             device = torch.device("cpu") if outer is None else outer.device
-            metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
+            # An argument of the call itself is laid out as its tensor; slices have their elements in order.
+            strides = {} if outer is None else outer.strides
+            metas = [Meta(torch_dtype(a.dtype), a.shape, device, strides.get(id(a))) for a in arrays]
             walk = Walk(self.torch_fun, structure.fixed)
             once = outer.in_body() if outer is not None else not any(isinstance(a, jax.core.Tracer) for a in arrays)
             grad = outer is None or not once or outer.grad
