@@ -21,6 +21,7 @@ from .captures import Walk, is_traced, surroundings
 from .compilation import Outline, Root, outline
 from .devices import forked_child, start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
+from .graph import unusual_stride
 from .interception import Captured, is_traced_tensor, recording
 from .keys import Key
 from .names import read_count
@@ -175,7 +176,8 @@ def _prepare_as(
     arguments = [_tensor(leaf, device) for leaf in leaves]
     floats = tuple(i for i, leaf in enumerate(leaves) if type(leaf) is float)
     walk = Walk(jax_fun, structure.fixed)
-    fixed = structure.treedef, structure.moves, floats, recompute, surroundings()
+    strides = tuple(map(unusual_stride, arguments))
+    fixed = structure.treedef, structure.moves, floats, recompute, surroundings(), strides
 
     def body(*arrays: Any) -> Any:
         args, kwargs = structure.join(weak_float(a) if i in floats else a for i, a in enumerate(arrays))

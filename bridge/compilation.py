@@ -20,6 +20,7 @@ from .captures import Walk
 from .context import Call, running
 from .differentiation import dependent_outputs
 from .errors import TraceError
+from .graph import unusual_stride
 from .places import Place
 from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
@@ -64,6 +65,7 @@ class Root(Flat):
         self.inputs = [*arguments, *captured]
         with torch._C.DisableTorchFunction():
             self.device = common_device(self.inputs)
+            self.strides = [unusual_stride(t) for t in arguments]
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.before: list[Entry] = []  # what stood where the call has left something
         self.outline: Outline | None = None
@@ -76,6 +78,7 @@ class Root(Flat):
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
         call.key, call.has_floats = key, self.has_floats
         call.tensors.update({id(t): a for t, a in captured})
+        call.strides = {id(a): s for a, s in zip(arrays, self.strides, strict=False) if s is not None}
         call.enter_body()
         try:
             results, call.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .errors import TraceError
+from .graph import unusual_stride
 from .keys import Same, of_bytes, of_elements, of_plain
 from .names import EVERY_METHOD, slots_of, strings_in
 from .places import WRITTEN, Path, Place, Slot, path_name
@@ -80,7 +81,7 @@ class Contents:
         self.tensors.append(x)
         self.paths.append(path)
         self.owners.append(self.owner)
-        self.parts.append((type(x), x.dtype, x.shape, x.requires_grad, x.device, x.layout))
+        self.parts.append((type(x), x.dtype, x.shape, x.requires_grad, x.device, x.layout, unusual_stride(x)))
         if x.__dict__:
             self.visit_fields(x.__dict__, x, path)
 

@@ -59,6 +59,9 @@ class Call:
     draws: bool = False
     strided: str | None = None  # the line that asks for elements by their place in memory
     has_floats: bool = False  # Python floats among the arguments are inputs
+    strides: dict[int, tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )  # by id, of arguments in another order
     failures: Any = None  # where checks of indices report
     shape: Any = None  # the structure of the results
     results: int = 0  # how many tensors the call gives, with what it leaves behind

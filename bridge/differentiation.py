@@ -26,8 +26,8 @@ import torch
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from . import torch_internals as ti
 from .conditions import watched
+from .derivatives import jvp_rule, vjp_rule, with_captured
 from .graph import Graph, Meta, read, run
 from .recording import record
 from .versions import enable_x64
@@ -74,7 +74,7 @@ class TorchFunction:
         needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]
         needed += [Meta.of(t).differentiable and wants(t) for t in source.captured]
         graph, source.captured = record(source.fun, self.arguments, needed, source.captured, wants, source.clocks)
-        self.metas = [*self.arguments, *(Meta.of(t) for t in source.captured)]
+        self.metas = [*self.arguments, *(Meta.of_input(t) for t in source.captured)]
         self.first = graph
         self._graphs: dict[tuple[bool, ...], Graph] = {graph.need: graph}
         self.outputs = graph.output_metas
@@ -132,9 +132,9 @@ class TorchFunction:
     def _derive(self, kind: str, need: tuple[bool, ...], extra: list[Meta]) -> TorchFunction:
         source = self.source
         if (kind, need) not in source.derived:
-            rule = _vjp_rule if kind == "vjp" else _jvp_rule
+            rule = vjp_rule if kind == "vjp" else jvp_rule
             mutated = set(self.mutated)
-            call = functools.partial(_with_captured, source.fun, len(self.arguments), source.captured, mutated)
+            call = functools.partial(with_captured, source.fun, len(self.arguments), source.captured, mutated)
             inputs, outputs = len(self.metas), self.differentiable(need)
 
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -143,55 +143,6 @@ class TorchFunction:
             inner = Source(derived, clocks=self.source.clocks)
             source.derived[kind, need] = TorchFunction(inner, [*self.metas, *extra]), inner
         return source.derived[kind, need][0]
-
-
-def _with_captured(
-    fun: Any, count: int, captured: Sequence[torch.Tensor], mutated: set[int], *inputs: torch.Tensor
-) -> Any:
-    """Call ``fun`` with the captured tensors replaced by inputs, copies of those that it writes to."""
-    # Buffers are written once, by the function itself, and not by its derivatives.
-    inputs = tuple(t.clone() if i in mutated else t for i, t in enumerate(inputs))
-    substitution = ti.Substitution(dict(zip(map(id, captured), inputs[count:], strict=True)))
-    with substitution, ti.entering_functorch(substitution.swap):
-        return fun(*inputs[:count])
-
-
-def _tracked(inputs: Sequence[torch.Tensor], need: Sequence[bool]) -> list[torch.Tensor]:
-    return [x if not n or x.requires_grad else x.detach().requires_grad_() for x, n in zip(inputs, need, strict=True)]
-
-
-def _vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any, moving: Sequence[int]) -> Sequence[torch.Tensor]:
-    inputs = _tracked(inputs, need)
-    wanted = [x for x, n in zip(inputs, need, strict=True) if n]
-    outputs = fun(*inputs)
-    pairs = [(outputs[i], c) for i, c in zip(moving, cotangents, strict=True) if outputs[i].requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) for x in wanted]
-    found = torch.autograd.grad(
-        [o for o, _ in pairs], wanted, [c for _, c in pairs], create_graph=True, allow_unused=True
-    )
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
-
-
-def _jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any, moving: Sequence[int]) -> Sequence[torch.Tensor]:
-    """J t as the derivative of u -> Jᵀu, which is linear in u: every op that torch can differentiate twice has it."""
-    inputs = _tracked(inputs, need)
-    wanted = [x for x, n in zip(inputs, need, strict=True) if n]
-    found_outputs = fun(*inputs)
-    outputs = [found_outputs[i] for i in moving]
-    live = [o for o in outputs if o.requires_grad]
-    cotangents = [torch.zeros_like(o, requires_grad=True) for o in live]
-    found = torch.autograd.grad(live, wanted, cotangents, create_graph=True, allow_unused=True) if live else ()
-    pairs = [(g, t) for g, t in zip(found, tangents, strict=False) if g is not None and g.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(o) for o in outputs]
-    pulled = iter(
-        torch.autograd.grad(
-            [g for g, _ in pairs], cotangents, [t for _, t in pairs], create_graph=True, allow_unused=True
-        )
-    )
-    moved = [next(pulled) if o.requires_grad else None for o in outputs]
-    return [torch.zeros_like(o) if p is None else p for o, p in zip(outputs, moved, strict=True)]
 
 
 # Programs: what the two primitives carry. Each takes a key first, then arrays.

@@ -67,6 +67,10 @@ class FloatsAreStatic(Exception):
     """A torch function was given a float that a program takes as data: it needs the Python number."""
 
 
+class NoForwardMode(TraceError):
+    """The function has derivatives in reverse mode only."""
+
+
 class WrittenArgument(TraceError):
     """The function writes in place to the tensor argument of this number."""
 

@@ -46,10 +46,16 @@ class Meta:
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: torch.device = _CPU
+    stride: tuple[int, ...] | None = None  # of an input that is not contiguous
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Meta:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.device)
+
+    @classmethod
+    def of_input(cls, tensor: torch.Tensor) -> Meta:
+        """With what the function may ask of the layout."""
+        return dataclasses.replace(cls.of(tensor), stride=unusual_stride(tensor))
 
     @property
     def aval(self) -> jax.core.ShapedArray:
@@ -58,6 +64,14 @@ class Meta:
     @property
     def differentiable(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+def unusual_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor that is not contiguous."""
+    with torch._C.DisableTorchFunction():
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous():
+            return None
+        return tensor.stride()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from .errors import TraceError, memory_refusal, user_line
 from .graph import Meta, Value, depend
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
-from .recorder import Recorder
+from .recorder import Cut, Recorder
 
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MASKS = (torch.bool, torch.uint8)
@@ -43,6 +43,7 @@ _MEMORY_METHODS = {
 _STRIDED = (
     *(torch.as_strided, torch.as_strided_, torch.as_strided_copy, torch.as_strided_scatter),
     *(torch.Tensor.as_strided, torch.Tensor.as_strided_, torch.Tensor.as_strided_scatter),
+    torch.Tensor.storage_offset,
 )
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -124,7 +125,7 @@ class Captured:
             row.check_use(tensors)
 
     def add(self, tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
-        inner = self.recorder.input(Meta.of(tensor))
+        inner = self.recorder.input(Meta.of_input(tensor))
         leaf = stand_in = ti.to_fun(inner).requires_grad_(differentiable)
         if self.copies and tensor.grad_fn is not None:
             stand_in = leaf.clone()
@@ -212,10 +213,16 @@ class Interception(TorchFunctionMode):
     def __init__(self, captured: Captured) -> None:
         super().__init__()
         self.recorder, self.captured = captured.recorder, captured
+        self.recording_backward = False  # whether autograd records the backward pass that runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = len(self.recorder.nodes)
         with self.recorder.noting_refusals():
-            return self._run(func, args, kwargs or {})
+            result = self._run(func, args, kwargs or {})
+        if self.recording_backward and ti.in_backward():
+            self.recorder.in_backward.update(range(start, len(self.recorder.nodes)))
+            self._note_cuts(result)
+        return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
@@ -240,11 +247,39 @@ class Interception(TorchFunctionMode):
         if func == _SET_DATA:  # every look at a descriptor makes a new object: equal, not the same
             return self._set_data(*args)
         if func is torch.autograd.grad:
-            with ti.function_modes_in_backward(), self:
-                return func(*args, **kwargs)
+            outer, self.recording_backward = self.recording_backward, bool(kwargs.get("create_graph"))
+            try:
+                with ti.function_modes_in_backward(), self:
+                    return func(*args, **kwargs)
+            finally:
+                self.recording_backward = outer
+        if func is torch.Tensor.register_hook:
+            return func(args[0], self._noting(*args[1:], **kwargs))
         if is_packed(func, args):
             return PACKED[func](args[0], self._lengths(args[1]), *args[2:], **kwargs)
         return REPLACEMENTS.get(func, func)(*args, **kwargs)
+
+    def _note_cuts(self, result: Any) -> None:
+        """Remember what a user's backward pass computed without autograd, which is asked for its derivative."""
+        for tensor in ti.torch_pytree.tree_leaves(result):
+            if isinstance(tensor, ti.FunctionalTensor) and Meta.of(tensor).differentiable:
+                with torch._C.DisableTorchFunction():
+                    tracked = tensor.requires_grad
+                node = None if tracked else self.recorder.node_of(tensor)
+                if node is not None:
+                    self.recorder.cuts.append(Cut(node, user_line(), not torch.is_grad_enabled()))
+
+    def _noting(self, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """The hook, which is remembered where it changes a gradient."""
+        line = user_line()
+
+        def noted(gradient: torch.Tensor) -> Any:
+            result = hook(gradient)
+            if result is not None and result is not gradient:
+                self.recorder.hooked.append(line)
+            return result
+
+        return noted
 
     def _is_number(self, index: Any) -> bool:
         """Whether an index is a whole number that depends on the arguments."""

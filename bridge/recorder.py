@@ -6,6 +6,7 @@ What depends on an input becomes a node of the graph; what does not runs in eage
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import types
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,15 @@ _STRIDED = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
 _INDEXING = (aten.index, aten.index_put, aten._unsafe_index, aten._unsafe_index_put)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A value that a user's backward pass computed, of which autograd knows nothing although it records that pass."""
+
+    node: int
+    line: str
+    without_grad: bool  # under no_grad, not by detach
+
+
 class Recorder(ti.TorchDispatchMode):
     """Writes down the ops that depend on an input; runs the others."""
 
@@ -44,6 +54,10 @@ class Recorder(ti.TorchDispatchMode):
         self.nodes: list[Node | None] = []
         self.where: dict[int, Ref] = {}
         self.keep: list[torch.Tensor] = []  # ids stay unique while their tensors live
+        self.in_backward: set[int] = set()  # nodes of a user's own backward passes, where autograd records them
+        self.cuts: list[Cut] = []
+        self.hooked: list[str] = []  # lines of hooks that changed a gradient
+        self.pushes_forward = False  # whether torch's forward mode computes the tangents
         self.draws: dict[str, int] = {}
         self.refusal: TraceError | None = None  # Tensor's operators, C++ and the function itself may catch it
         self.checks: list[Check] = []
@@ -54,7 +68,7 @@ class Recorder(ti.TorchDispatchMode):
         return True
 
     def input(self, meta: Meta) -> torch.Tensor:
-        tensor = self._without_values(meta)
+        tensor = self._without_values(meta, meta.stride)
         self.nodes.append(None)
         self._bind(tensor, Ref(len(self.nodes) - 1))
         return tensor
@@ -63,6 +77,18 @@ class Recorder(ti.TorchDispatchMode):
         """What a tensor below functionalisation stands for."""
         ref = self.where.get(id(tensor))
         return ref if ref is not None else Const(_snapshot(tensor))
+
+    def node_of(self, tensor: torch.Tensor) -> int | None:
+        """The node that made a tensor, which may be one above functionalisation."""
+        with torch._C.DisableTorchFunction():
+            inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
+            ref = self.where.get(id(inner))
+        return None if ref is None else ref.node
+
+    def line_of(self, node: int | None) -> str:
+        """The user's line that made a node."""
+        made = None if node is None else self.nodes[node]
+        return user_line() if made is None else made.line
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         return id(tensor) not in self.where and not isinstance(tensor, ti.FakeTensor)
@@ -235,6 +261,8 @@ class Recorder(ti.TorchDispatchMode):
                     f"{user_line()}: {func} is a custom op that cannot be traced ({error}). Use torch ops there, or "
                     "compute this part outside of the function and pass the result in."
                 ) from error
+            if func is aten.view.default and isinstance(error, ValueError):
+                raise RuntimeError(f"{user_line()}: view: {error} Use .reshape(...), as torch says too.") from error
             error.add_note(f"while microtome traced {user_line()}")
             raise
         outs = ti.torch_pytree.tree_leaves(out)
@@ -282,7 +310,7 @@ class Recorder(ti.TorchDispatchMode):
         node: Any = self.nodes[latest]
         held = Ref(latest, None if node.single else 0)
         results = [Meta.of(t) for t in tensors]
-        made = self.call(_Barrier(), tensors, results, None, (held,))
+        made = self.call(Barrier(), tensors, results, None, (held,))
         return [new.requires_grad_(t.requires_grad) for new, t in zip(made, tensors, strict=True)]
 
     def _without_values(self, meta: Meta, stride: Sequence[int] | None = None) -> ti.FakeTensor:
@@ -318,7 +346,7 @@ class Recorder(ti.TorchDispatchMode):
         return number
 
 
-class _Barrier:
+class Barrier:
     """Values that wait for another: XLA neither merges what is computed from them with what was before, nor starts it.
 
     Without it, all second passes of checkpoints could run at once, which would take the memory that they are to save.

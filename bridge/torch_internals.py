@@ -80,6 +80,7 @@ __all__ = [
     "from_fun",
     "function_modes_in_backward",
     "graph_is_kept",
+    "in_backward",
     "is_batched",
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
@@ -288,6 +289,11 @@ def without_other_tracers() -> Iterator[None]:
             yield
     finally:
         grads.lazy_dynamo_disallow, proxies.__enter__ = disallow, enter
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def forward_mode_is_active() -> bool:

@@ -175,7 +175,9 @@ class _Traced:
     def _find(self, structure: Structure, arrays: list[Any], walk: Walk, outer: Call | None) -> _Made:
         """What was made for this signature, or is made now."""
         device = torch.device("cpu") if outer is None else outer.device
-        metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
+        # An argument of the call itself is laid out as its tensor; slices have their elements in order.
+        strides = {} if outer is None else outer.strides
+        metas = [Meta(torch_dtype(a.dtype), a.shape, device, strides.get(id(a))) for a in arrays]
         once = _runs_whole(outer, arrays)
         grad = outer is None or not once or outer.grad
         mode = Mode(once, grad, tuple(map(_is_differentiated, arrays)), surroundings())

@@ -587,8 +587,10 @@ def jacobian_matrix(
     nbatches: int,
     batch_size: int | None,
     max_bytes: int | None = None,
+    *,
+    forward: bool = True,
 ) -> Matrix:
-    """The Jacobian, to be computed; arguments are checked."""
+    """The Jacobian, to be computed; arguments are checked. Without ``forward``, ``"auto"`` means rows."""
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f"mode must be 'auto', 'forward' or 'reverse', got {mode!r}.")
     fun, output, vector, unflatten = _flat(f, x, checkpoint)
@@ -598,7 +600,7 @@ def jacobian_matrix(
     if is_complex and mode == "reverse":
         raise TypeError(f"f returns {output.dtype.name}, whose rows have no reverse mode. Use mode='forward'.")
     n, m = len(vector), math.prod(output.shape)
-    reverse = mode == "reverse" or (mode == "auto" and m < n and not is_complex)
+    reverse = mode == "reverse" or (mode == "auto" and (m < n or not forward) and not is_complex)
     # What nbatches may be does not depend on what "auto" decides.
     size = _size(m if reverse else n, m if mode == "reverse" else n, nbatches, batch_size, max_bytes)
     dtype, weak = (output.dtype, False) if is_complex else (vector.dtype, vector.weak_type)
