@@ -78,6 +78,10 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
 
 
+def _is_inverse(exponent: Any) -> bool:
+    return _is_number(exponent) and exponent < 0
+
+
 def _size(nodes: Sequence[Node | None], leaf: Any) -> int:
     node = nodes[leaf.node] if isinstance(leaf, Ref) else None
     meta = None if node is None else node.results[leaf.item or 0]
@@ -101,7 +105,7 @@ def _guarded(name: str, node: Node, a: Tags, b: Tags) -> Iterator[int]:
             yield 0  # the latter, as XLA makes (a + b) * c of a * c + b * c
         elif SHIFTED in b and CONSTANT in a:
             yield 1
-    elif a & _UNDOES.get(name, _NOTHING):
+    elif a & _UNDOES.get("reciprocal" if name == "pow" and _is_inverse(node.leaves[1]) else name, _NOTHING):
         yield 0
 
 
@@ -137,8 +141,8 @@ def _made(name: str, node: Node, seen: Sequence[Tags]) -> Tags:
         return _of_power(node.leaves[1], seen[0])
     if name == "sum" and EXPONENTIAL in seen[0]:
         return frozenset((EXPONENTIALS,))
-    if name == "neg":
-        return seen[0] & {SPREAD}
+    if name == "neg":  # to XLA a product with -1
+        return frozenset(tag for tag in seen[0] if tag in (SPREAD, SCALED) or _is_number(tag))
     if name == "_to_copy":
         return seen[0] & {CONSTANT, SPREAD, UNIT}
     return _MAKES.get(name, _NOTHING)
@@ -182,4 +186,4 @@ def _of_power(exponent: Any, a: Tags) -> Tags:
         return a
     if exponent == 2:
         return frozenset((SQUARE,)) | (a & {EXPONENTIAL})
-    return frozenset((QUOTIENT, POWER) if exponent < 0 else (POWER,))
+    return frozenset((QUOTIENT, POWER) if _is_inverse(exponent) else (POWER,))
