@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import TraceError, user_line
 from ..torch_internals import is_functorch_wrapped_tensor
 
 
@@ -301,7 +302,20 @@ def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tens
     return F.linear_cross_entropy(*args, **kwargs)
 
 
+def refuse_sparse(*args: Any, **kwargs: Any) -> Any:
+    """torch itself ends the process where some of these meet a tensor of a trace."""
+    raise TraceError(
+        f"{user_line()}: sparse tensors have no counterpart in JAX. Keep the tensor dense, or take the sparse part out "
+        "of the function."
+    )
+
+
 REPLACEMENTS: dict[Any, Any] = {
+    **{
+        getattr(torch.Tensor, f"to_sparse{layout}"): refuse_sparse
+        for layout in ("", "_coo", "_csr", "_csc", "_bsr", "_bsc")
+        if hasattr(torch.Tensor, f"to_sparse{layout}")
+    },
     torch.Tensor.__deepcopy__: deepcopy,
     torch.Tensor.__floordiv__: floor_divide,
     torch.Tensor.cholesky: cholesky,

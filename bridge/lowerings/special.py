@@ -72,6 +72,23 @@ for _name, _terms in _RECURRENCES.items():
     _orthogonal(_name, *_terms)
 
 
+@lowering("aten.special_zeta", results=True)
+def zeta(x: Any, q: Any, *, results: Any) -> Array:
+    """Below q = 0 one term after another: XLA's leaves out some, and gives NaN at the poles."""
+    dtype = jax_dtype(results[0].dtype)
+    x, q = jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(q, dtype))
+
+    def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        q, total = state
+        return jnp.where(q <= 0, q + 1, q), jnp.where(q < 0, total + q**-x, total)
+
+    pole = (q <= 0) & (q == jnp.floor(q)) & (x > 1)
+    defined = (q > 0) | (x == jnp.floor(x))
+    start = jnp.where(defined & (q > -1e6), q, jnp.nan), jnp.zeros_like(q)
+    shifted, total = jax.lax.while_loop(lambda state: (state[0] <= 0).any(), add, start)
+    return jnp.where(pole, jnp.inf, total + jax.scipy.special.zeta(x, shifted))
+
+
 @lowering("prims.spherical_bessel_j0", "aten.special_spherical_bessel_j0")
 def spherical_bessel_j0(x: Array) -> Array:
     safe = jnp.where((x == 0) | jnp.isinf(x), 1, x)
