@@ -1,4 +1,4 @@
-"""Indices out of range raise an IndexError wherever eager torch refuses them: in values, gradients, and per example."""
+"""Indices out of range and unknown options raise where eager torch refuses them: in values, gradients, per example."""
 
 from __future__ import annotations
 
@@ -143,3 +143,19 @@ def test_writes_along_an_axis() -> None:
 
     given = (wide, index, source, half, numbers)
     assert_same(as_torch(as_jax(fun))(*given), fun(*given))
+
+
+OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "gaussian_nll_loss": lambda x: F.gaussian_nll_loss(x, x, x.exp(), reduction="avg"),
+    "mse_loss": lambda x: F.mse_loss(x, x, reduction="avg"),
+    "cross_entropy": lambda x: F.cross_entropy(x, x, reduction="avg"),
+    "ctc_loss": lambda x: F.ctc_loss(x[:, None], torch.ones(1, 1).long(), [3], [1], reduction="avg"),
+    "embedding_bag": lambda x: F.embedding_bag(torch.zeros(1, 1).long(), x, mode="avg"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_do_not_exist(name: str) -> None:
+    for call in (OPTIONS[name], as_torch(as_jax(OPTIONS[name]))):
+        with pytest.raises(ValueError, match=r"reduction|mode|not valid"):
+            call(ROWS)

@@ -27,6 +27,8 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor:
     """As ``F.embedding_bag``: the fused op keeps offsets that its backward reads as values."""
+    if mode not in ("sum", "mean", "max"):
+        raise ValueError(f"mode has to be one of sum, mean or max, got {mode!r}")
     if max_norm is not None or mode == "max" or scale_grad_by_freq:
         raise TypeError('EmbeddingBag with max_norm, scale_grad_by_freq or mode="max" cannot be traced')
     position = torch.arange(input.numel(), device=input.device)
@@ -56,6 +58,11 @@ def embedding_bag(
     return total.to(weight.dtype)
 
 
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction!r} is not a valid value for reduction")
+
+
 def gaussian_nll_loss(
     input: Tensor,
     target: Tensor,
@@ -65,6 +72,7 @@ def gaussian_nll_loss(
     reduction: str = "mean",
 ) -> Tensor:
     """As ``F.gaussian_nll_loss``, which asks whether any variance is negative."""
+    _check_reduction(reduction)
     if isinstance(var, float):
         var = torch.full_like(input, var)
     if var.dim() == input.dim() - 1:
@@ -135,6 +143,7 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """As ``F.ctc_loss``: the shapes of torch's fused op depend on the lengths."""
+    _check_reduction(reduction)
     batched = log_probs.dim() == 3
     if not batched:
         log_probs = log_probs.unsqueeze(1)
