@@ -72,6 +72,29 @@ for _name, _terms in _RECURRENCES.items():
     _orthogonal(_name, *_terms)
 
 
+@lowering("prims.zeta", "aten.special_zeta", results=True)
+def zeta(x: Any, q: Any, *, results: Any) -> Array:
+    """Below zero the first terms are added one by one: XLA's function adds nine, and looks at ``q`` before ``x``."""
+    dtype = jax_dtype(results[0].dtype)
+    x, q = jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(q, dtype))
+
+    def is_below(q: Array) -> Array:
+        return (q < 0) & (q != jnp.floor(q))
+
+    def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        q, total = state
+        return jnp.where(is_below(q), q + 1, q), total + jnp.where(is_below(q), q**-x, 0)
+
+    # Other than for whole powers the terms are not real.
+    above = jnp.where(is_below(q) & ((x < 1) | (x != jnp.floor(x))), jnp.nan, q)
+    above, first = jax.lax.while_loop(lambda state: is_below(state[0]).any(), add, (above, jnp.zeros_like(x)))
+    found = first + jax.scipy.special.zeta(x, above)
+    limit = jnp.where(q > 1, 0, jnp.where(q == 1, 1, jnp.where(q < 1, jnp.inf, jnp.nan)))
+    found = jnp.where(x == jnp.inf, limit, found)
+    found = jnp.where((x == 1) | ((q <= 0) & (q == jnp.floor(q))), jnp.inf, found)
+    return jnp.where(x < 1, jnp.nan, found)
+
+
 @lowering("prims.spherical_bessel_j0", "aten.special_spherical_bessel_j0")
 def spherical_bessel_j0(x: Array) -> Array:
     safe = jnp.where((x == 0) | jnp.isinf(x), 1, x)
