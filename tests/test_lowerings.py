@@ -377,6 +377,8 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "index_add to one number": (lambda x, y: x.index_add(0, ROWS[:1], y), T(1.0), T(2.0)),
     "masked_scatter by rows": (lambda x, y: x.masked_scatter(ROWS == 0, y), torch.zeros(2, 3), torch.arange(5.0)),
     "masked_scatter from nothing": (lambda x, y: x.masked_scatter(ROWS < 0, y), torch.zeros(2, 3), torch.zeros(0)),
+    "scatter_add by or": (lambda x, y: x.scatter_add(0, ROWS, y), T([True, False, False]), T([True, False, True])),
+    "scatter of a number": (lambda x: x.scatter(0, ROWS, 3.0, reduce="multiply"), torch.ones(3)),
     "covariance of whole numbers": (torch.cov, T([[1, 2, 4], [3, 1, 0]])),
 }
 
@@ -385,6 +387,14 @@ EXACT: dict[str, tuple[Any, ...]] = {
 def test_truth_values_ties_and_whole_numbers(name: str) -> None:
     fun, *tensors = EXACT[name]
     _check(fun, *tensors)
+
+
+def test_zeta_on_both_sides_of_its_poles() -> None:
+    values = T([-math.inf, -20.5, -3.25, -2, -0.5, -0.0, 0, 0.3, 1, 1.5, 2, 3, 7.5, math.inf, math.nan]).double()
+    x, q = (v.reshape(-1) for v in torch.meshgrid(values, values, indexing="ij"))
+    got, expected = as_torch(as_jax(torch.special.zeta))(x, q), torch.special.zeta(x, q)
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=0, equal_nan=True)
+    _check(lambda x: torch.special.zeta(x, T([False])), T([True, False]))
 
 
 def test_the_logarithm_of_complex_sums_counts_turns_as_torch_does() -> None:
@@ -404,6 +414,7 @@ REFUSED_BY_TORCH: dict[str, tuple[Any, ...]] = {
     "covariance of truth values": (torch.cov, T([[True, False], [True, True]])),
     "uniform from above": (lambda x: x.clone().uniform_(3, -1), torch.ones(2)),
     "integers from above": (lambda x: torch.randint_like(x, 3, 1), torch.ones(2)),
+    "negative weights": (lambda x, w: torch.cov(x, aweights=w), torch.ones(2, 3), T([1.0, -1.0, 1.0])),
     "no draws": (lambda p: torch.multinomial(p, 0), torch.ones(2)),
     "more than certain": (lambda x: x.clone().bernoulli_(1.5), torch.ones(2)),
 }
@@ -414,7 +425,7 @@ def test_what_torch_refuses_gives_no_number(name: str) -> None:
     fun, *tensors = REFUSED_BY_TORCH[name]
     with pytest.raises((RuntimeError, ValueError)):
         fun(*tensors)
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
         as_torch(as_jax(fun))(*tensors)
 
 

@@ -77,6 +77,7 @@ def gaussian_nll_loss(
         var = torch.full_like(input, var)
     if var.dim() == input.dim() - 1:
         var = var.unsqueeze(-1)
+    torch._assert_async((var >= 0).all(), "var has negative entry/entries")
     var = var + (var.clamp(min=eps) - var).detach()  # clamped in value, not in gradient
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:

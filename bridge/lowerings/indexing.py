@@ -222,6 +222,18 @@ def scatter_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str,
     return _reduced(x, _along(dim, index), source, reduce, include_self)
 
 
+@lowering("aten.scatter_add")
+def scatter_add(x: Array, dim: int, index: Array, source: Array) -> Array:
+    """torchax cannot add truth values, here and below."""
+    return scatter_reduce(x, dim, index, source, "sum")
+
+
+@lowering("aten.scatter.reduce", "aten.scatter.value_reduce")
+def scatter_with(x: Array, dim: int, index: Array, source: Any, *, reduce: str) -> Array:
+    source = jnp.broadcast_to(source, index.shape) if jnp.ndim(source) == 0 else source
+    return scatter_reduce(x, dim, index, source, {"add": "sum", "multiply": "prod"}[reduce])
+
+
 @lowering("aten.index_reduce")
 def index_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True) -> Array:
     if x.ndim == 0:

@@ -72,21 +72,27 @@ for _name, _terms in _RECURRENCES.items():
     _orthogonal(_name, *_terms)
 
 
-@lowering("aten.special_zeta", results=True)
+@lowering("prims.zeta", "aten.special_zeta", results=True)
 def zeta(x: Any, q: Any, *, results: Any) -> Array:
-    """Below q = 0 one term after another: XLA's leaves out some, and gives NaN at the poles."""
+    """Below zero the first terms are added one by one: XLA's function adds nine, and looks at ``q`` before ``x``."""
     dtype = jax_dtype(results[0].dtype)
     x, q = jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(q, dtype))
 
+    def is_below(q: Array) -> Array:
+        return (q < 0) & (q != jnp.floor(q))
+
     def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
         q, total = state
-        return jnp.where(q <= 0, q + 1, q), jnp.where(q < 0, total + q**-x, total)
+        return jnp.where(is_below(q), q + 1, q), total + jnp.where(is_below(q), q**-x, 0)
 
-    pole = (q <= 0) & (q == jnp.floor(q)) & (x > 1)
-    defined = (q > 0) | (x == jnp.floor(x))
-    start = jnp.where(defined & (q > -1e6), q, jnp.nan), jnp.zeros_like(q)
-    shifted, total = jax.lax.while_loop(lambda state: (state[0] <= 0).any(), add, start)
-    return jnp.where(pole, jnp.inf, total + jax.scipy.special.zeta(x, shifted))
+    # Other than for whole powers the terms are not real; from -1e6 down they are too many.
+    above = jnp.where(is_below(q) & ((x < 1) | (x != jnp.floor(x)) | (q < -1e6)), jnp.nan, q)
+    above, first = jax.lax.while_loop(lambda state: is_below(state[0]).any(), add, (above, jnp.zeros_like(x)))
+    found = first + jax.scipy.special.zeta(x, above)
+    limit = jnp.where(q > 1, 0, jnp.where(q == 1, 1, jnp.where(q < 1, jnp.inf, jnp.nan)))
+    found = jnp.where(x == jnp.inf, limit, found)
+    found = jnp.where((x == 1) | ((q <= 0) & (q == jnp.floor(q))), jnp.inf, found)
+    return jnp.where(x < 1, jnp.nan, found)
 
 
 @lowering("prims.spherical_bessel_j0", "aten.special_spherical_bessel_j0")
