@@ -16,6 +16,11 @@ def wide(dtype: Any) -> Any:
     return summed(dtype)
 
 
+def is_narrow(dtype: Any) -> bool:
+    """Whether it is a floating-point type that numbers of usual size overflow: float16, or one of 8 bits."""
+    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < 100)
+
+
 def summed(dtype: Any) -> Any:
     """The dtype of a sum over examples: the same, but booleans are counted."""
     return jax.dtypes.canonicalize_dtype(int) if dtype == jnp.bool_ else jnp.dtype(dtype)
