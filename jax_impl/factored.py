@@ -270,7 +270,7 @@ class _Evaluator:
                 held = {x for f in terms[-1].factors for x in f.labels}
                 held |= {x for p in terms[-1].places.values() for x in p.labels}
                 if label is None and not steps & held:  # the same in every step
-                    count = Factor(jnp.asarray(float(length)), (), False)
+                    count = Factor(jnp.asarray(float(length), wide(pieces[i].dtype)), (), False)
                     terms[-1] = terms[-1].replace(scale=(*terms[-1].scale, count))
             return tuple(terms)
 

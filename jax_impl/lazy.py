@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .networks import Factor, Term, UnsupportedError, consistent, dense, lengths, whole, working
+from .sums import wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Lazy:
 
     def times(self, scalar: Any, batched: bool) -> Lazy:
         """The product with a number."""
-        factor = Factor(jnp.asarray(scalar), (), batched)
+        factor = Factor(jnp.asarray(scalar, wide(self.dtype) if isinstance(scalar, float) else None), (), batched)
         return self.map(lambda t: t.replace(scale=(*t.scale, factor)))
 
 

@@ -536,7 +536,7 @@ def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
     """The squared norm of a sum of terms, products of different terms included."""
     dtype = working(terms, dtype)
     total = jnp.zeros((), dtype)
-    terms = [_balanced(t) for t in terms]
+    terms = [balanced(t) for t in terms]
     for i, a in enumerate(terms):
         total = total + _masked(self_inner(a, dtype), a.mask)
         for b in terms[:i]:
@@ -553,9 +553,10 @@ def working(terms: Sequence[Term], dtype: Any) -> Any:
     return functools.reduce(jnp.promote_types, parts, wide(dtype))
 
 
-def _balanced(term: Term) -> Term:
+def balanced(term: Term) -> Term:
     """A scaled term whose factors have entries up to 1: what is scaled up or down might not be squared without."""
-    if not term.scale:
+    usual = lambda x: not isinstance(x, jax.core.Tracer) and 1e-6 < abs(float(x)) < 1e6
+    if all(usual(f.array) for f in term.scale):
         return term
     factors, sizes = [], []
     for f in term.factors:

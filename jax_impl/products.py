@@ -21,6 +21,7 @@ from .networks import (
     Term,
     UnsupportedError,
     Windows,
+    balanced,
     inner,
     matched,
     new_label,
@@ -28,6 +29,7 @@ from .networks import (
     squared_norm,
     taken,
     whole,
+    working,
 )
 from .sums import is_narrow, wide
 
@@ -131,7 +133,7 @@ def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
             shape = [term.sizes[x] if x in f.labels else 1 for x in g.labels]
             aligned = f.array.transpose(order).reshape(shape)
             if mask:
-                array = jnp.where(aligned, g.array, 0)  # whatever stands there
+                array = jnp.where(aligned, g.array, jnp.zeros((), g.array.dtype))  # whatever stands there
             else:
                 dtype = _of_products(g.array.dtype, f.array.dtype)
                 array = g.array.astype(dtype) * aligned.astype(dtype)
@@ -145,13 +147,14 @@ def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
 
 def _masked(g: Factor, mask: Factor) -> Factor:
     """The factor without what the mask leaves nothing of, which may be NaN."""
-    if not set(g.labels) & set(mask.labels) or isinstance(g, Windows) or isinstance(mask, Windows):
+    twice = any(len(set(f.labels)) < len(f.labels) for f in (g, mask))
+    if twice or not set(g.labels) & set(mask.labels) or isinstance(g, Windows):
         return g
     kept = jnp.any(mask.array, [i for i, x in enumerate(mask.labels) if x not in g.labels])
     labels = [x for x in mask.labels if x in g.labels]
     order = sorted(range(len(labels)), key=lambda i: g.labels.index(labels[i]))
     shape = [n if x in labels else 1 for x, n in zip(g.labels, g.array.shape, strict=True)]
-    array = jnp.where(kept.transpose(order).reshape(shape), g.array, 0)
+    array = jnp.where(kept.transpose(order).reshape(shape), g.array, jnp.zeros((), g.array.dtype))
     return dataclasses.replace(g, array=array, batched=g.batched or mask.batched)
 
 
@@ -209,7 +212,7 @@ def _reduce_sum(ev: Any, e: Any) -> Any:
         entries = [k for p in popped for k in p.labels]
         held = {x for f in t.factors for x in f.labels} | {k for p in places.values() for k in p.labels}
         free = math.prod(t.sizes[x] for x in {*gone, *entries} - held - t.places.keys())
-        scale = t.scale if free == 1 else (*t.scale, Factor(jnp.asarray(float(free)), (), False))
+        scale = t.scale if free == 1 else (*t.scale, Factor(jnp.asarray(float(free), wide(out.dtype)), (), False))
         return t.replace(axes=tuple(axis for d, axis in enumerate(t.axes) if d not in axes), places=places, scale=scale)
 
     return lazy(ev, v).map(summed, out.shape)
@@ -239,8 +242,9 @@ def _dot(ev: Any, e: Any) -> Any:
     out = e.outvars[0].aval
     if not out.shape and all(held):
         order = sorted(range(len(contract_l)), key=lambda i: contract_l[i])
-        turned = b.map(lambda t: t.replace(axes=tuple(t.axes[contract_r[i]] for i in order)))
-        products = [inner(s, t, wide(out.dtype)) for s in a.terms for t in turned.terms]
+        a = a.map(balanced)
+        turned = b.map(lambda t: balanced(t.replace(axes=tuple(t.axes[contract_r[i]] for i in order))))
+        products = [inner(s, t, working([s, t], out.dtype)) for s in a.terms for t in turned.terms]
         masks = [[m for m in (s.mask, t.mask) if m is not None] for s in a.terms for t in turned.terms]
         total = jnp.zeros((), wide(out.dtype))
         for value, mask in zip(products, masks, strict=True):
@@ -326,14 +330,18 @@ def _contracted(term: Term, extra: Sequence[Factor], dtype: Any) -> Term:
     return term.replace(factors=tuple(factors))
 
 
+def _index(ev: Any, v: Any) -> Any:
+    """Indices, in a type that the lengths of all axes fit."""
+    array = ev.array(v)
+    return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
+
+
 def _scatter_add(ev: Any, e: Any) -> Lazy:
     target, indices, updates = e.invars
     numbers = e.params["dimension_numbers"]
     if numbers.operand_batching_dims:
         raise UnsupportedError("a scatter with batch axes")
-    value, where = lazy(ev, updates), ev.array(indices)
-    # So that the lengths of all axes fit.
-    where = where.astype(jnp.promote_types(where.dtype, jnp.int32) if where.dtype.itemsize < 4 else where.dtype)
+    value, where = lazy(ev, updates), _index(ev, indices)
     given, shape = updates.aval.shape, target.aval.shape
     windows = [d for d in range(len(shape)) if d not in numbers.inserted_window_dims]
     window_axis = dict(zip(windows, numbers.update_window_dims, strict=True))
@@ -423,7 +431,7 @@ def _update_slice(ev: Any, e: Any) -> Lazy:
             labels = t.axes[d]
             if len(labels) > 1 or (labels and labels[0] in t.places):
                 raise UnsupportedError("an update along a merged axis")
-            at = jnp.clip(ev.array(start).astype(jnp.int32), 0, n - width)
+            at = jnp.clip(_index(ev, start), 0, n - width)
             index = at + jnp.arange(width) if labels else at
             out = new_label()
             t = t.replace(
