@@ -21,11 +21,6 @@ def is_narrow(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < 100)
 
 
-def is_narrow(dtype: Any) -> bool:
-    """Whether it is a floating-point type that numbers of usual size overflow: float16, or one of 8 bits."""
-    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < 100)
-
-
 def summed(dtype: Any) -> Any:
     """The dtype of a sum over examples, as ``jnp.sum`` has it: booleans and narrow integers are counted in wider ones.
 
