@@ -139,13 +139,6 @@ def div(x: Any, y: Any, *, results: Any) -> Array:
     return x / jnp.asarray(y, dtype)
 
 
-@lowering("aten.sigmoid", results=True)
-def sigmoid(x: Array, *, results: Any) -> Array:
-    """In float32 for half, as torch does: the exponential overflows in float16 from 11.1 on."""
-    dtype = jax_dtype(results[0].dtype)
-    return jax.nn.sigmoid(x.astype(jnp.promote_types(dtype, jnp.float32)))
-
-
 @lowering("aten._to_copy", "prims.convert_element_type", results=True)
 def to_copy(x: Array, *_: Any, results: Any, **kwargs: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
