@@ -41,7 +41,8 @@ def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[tor
         return _Transformed.apply(flat, key, *tensors)
     program = find_program(flat, tensors)
     if any(program.need):
-        return _present(program, _Differentiable.apply(flat, program, key, *tensors))
+        linked = [t.detach() if i in program.unlinked else t for i, t in enumerate(tensors)]
+        return _present(program, _Differentiable.apply(flat, program, key, *linked))
     return _present(program, program.forward(key, tensors)[0])
 
 

@@ -18,7 +18,7 @@ from .bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, as_before
 from .bounds import Failures
 from .captures import Walk
 from .context import Call, running
-from .differentiation import dependent_outputs
+from .differentiation import dependent_outputs, read_inputs
 from .errors import TraceError
 from .graph import unusual_stride
 from .places import Place
@@ -260,6 +260,8 @@ class Program:
     def __init__(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
         root = flat.root
         self.need = tuple(torch.is_grad_enabled() and is_differentiable(t) for t in tensors)
+        # Inputs that are no part of the graph for autograd: state that is only read as a number, or not read at all.
+        self.unlinked: set[int] = set()
         self.recompute = root.recompute and flat is root
         call = Call({}, None, root.device, root.grad)
         call.failures = self._failures = Failures()
@@ -288,6 +290,8 @@ class Program:
         depends = dependent_outputs(traced.jaxpr, [False, *self.need])
         self.moving = [d and _inexact(aval.dtype) for d, aval in zip(depends, traced.out_info[0], strict=False)]
         self.absent_outputs = self._zero_gradients(flat, traced)
+        read = read_inputs(traced.jaxpr)[1:]
+        self.unlinked = {i for i, n in enumerate(self.need) if n and not read[i]}
         self._forward = None if call.missing else traced.lower().compile()
 
     def _compile_both(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
@@ -318,6 +322,8 @@ class Program:
             return
         pulled = jax.jit(backward).trace([avals[i] for i in self.saved], residuals, outputs)
         self._absent = _independent(pulled.jaxpr, len(self.saved) + len(residuals))
+        needed = [i for i, n in enumerate(self.need) if n]
+        self.unlinked = {i for i, absent in zip(needed, self._absent, strict=True) if absent}
         self._forward, self._backward = traced.lower().compile(), pulled.lower().compile()
 
     @staticmethod

@@ -14,6 +14,7 @@ and its derivatives are again torch's. Every level is recorded when it is first 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .conditions import watched
 from .derivatives import jvp_rule, vjp_rule, with_captured
+from .errors import TraceError
 from .graph import Graph, Meta, read, run
 from .recording import record
 from .versions import enable_x64
@@ -42,11 +44,29 @@ class Source:
     """
 
     def __init__(
-        self, fun: Callable[..., Sequence[torch.Tensor]], known: Sequence[torch.Tensor] = (), clocks: bool = False
+        self,
+        fun: Callable[..., Sequence[torch.Tensor]],
+        known: Sequence[torch.Tensor] = (),
+        clocks: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.fun, self.clocks = fun, clocks  # clocks: whether its code may read one
+        """``clocks`` says whether its code may read one; ``check`` refuses what its backward pass leaves behind."""
+        self.fun, self.clocks, self.check = fun, clocks, check
         self.captured = list(known)
         self.derived: dict[Any, tuple[TorchFunction, Source]] = {}
+
+    def record(
+        self, metas: Sequence[Meta], need: Sequence[bool], wants: Callable[[torch.Tensor], bool] = lambda _: False
+    ) -> tuple[Graph, list[torch.Tensor]]:
+        """Record the function, and the gradients that are needed."""
+        try:
+            recorded = record(self.fun, metas, need, self.captured, wants, self.clocks)
+        except BaseException:
+            with contextlib.suppress(TraceError):
+                self.check()
+            raise
+        self.check()
+        return recorded
 
 
 class TorchFunction:
@@ -73,7 +93,7 @@ class TorchFunction:
         self._programs: dict[Any, Any] = {}
         needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]
         needed += [Meta.of(t).differentiable and wants(t) for t in source.captured]
-        graph, source.captured = record(source.fun, self.arguments, needed, source.captured, wants, source.clocks)
+        graph, source.captured = source.record(self.arguments, needed, wants)
         self.metas = [*self.arguments, *(Meta.of_input(t) for t in source.captured)]
         self.first = graph
         self._graphs: dict[tuple[bool, ...], Graph] = {graph.need: graph}
@@ -107,7 +127,7 @@ class TorchFunction:
         return self._graphs[need]
 
     def _record(self, need: tuple[bool, ...]) -> Graph:
-        graph, captured = record(self.source.fun, self.arguments, need, self.captured, clocks=self.source.clocks)
+        graph, captured = self.source.record(self.arguments, need)
         if len(captured) != len(self.captured):
             raise TypeError("a tensor is captured only while the function is differentiated; pass it as an argument")
         return graph
@@ -140,7 +160,7 @@ class TorchFunction:
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
                 return rule(call, tensors[:inputs], tensors[inputs:], need, outputs)
 
-            inner = Source(derived, clocks=self.source.clocks)
+            inner = Source(derived, clocks=source.clocks, check=source.check)
             source.derived[kind, need] = TorchFunction(inner, [*self.metas, *extra]), inner
         return source.derived[kind, need][0]
 
@@ -429,6 +449,24 @@ ad.primitive_transposes[torch_linear_p] = _transpose
 def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     """Which results of a closed jaxpr depend on the inputs that are named."""
     return _depend(jaxpr.jaxpr, inputs)
+
+
+def read_inputs(jaxpr: Any) -> list[bool]:
+    """Which inputs of a closed jaxpr its results are computed from."""
+    return _read(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+
+
+def _read(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
+    live = {v for v, o in zip(jaxpr.outvars, outputs, strict=True) if o and not isinstance(v, jex.Literal)}
+    for equation in reversed(jaxpr.eqns):
+        wanted = [v in live for v in equation.outvars]
+        if not any(wanted):
+            continue
+        read = [True] * len(equation.invars)
+        if equation.primitive.name in ("jit", "pjit"):
+            read = _read(equation.params["jaxpr"].jaxpr, wanted)
+        live.update(v for v, r in zip(equation.invars, read, strict=True) if r and not isinstance(v, jex.Literal))
+    return [v in live for v in jaxpr.invars]
 
 
 def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:

@@ -48,19 +48,35 @@ class FlatFunction:
         self.carried: list[int] = []  # captured tensors that were written to in place, with a history in autograd
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.captured: list[torch.Tensor] | None = None  # set when the function has been traced
+        self._before_backward: Watched | None = None
 
     def __call__(self, *tensors: Any) -> list[Any]:
         watched = Watched(self.walk)
         if self.captured is None:
             try:
-                return self._run_first(tensors, watched)
+                results = self._run_first(tensors, watched)
             except BaseException:
                 watched.restore()
                 raise
-        try:
-            return self._run_again(tensors, watched)
-        finally:
-            watched.restore()
+        else:
+            try:
+                results = self._run_again(tensors, watched)
+            finally:
+                watched.restore()
+        self._before_backward = None if self._is_interpreted else Watched(self.walk)
+        return results
+
+    def check_backward(self) -> None:
+        """Refuse what a hook or a custom backward pass has written, which is recorded after the function has run."""
+        watched, self._before_backward = self._before_backward, None
+        written = None if watched is None else watched.written()
+        if written is not None:
+            code = self.walk.user_code
+            where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+            raise TraceError(
+                f"{where}a hook or a backward pass of the function writes to {written}, which it would do once, while it "
+                "is traced. Return what is to be kept from the function, or take the hook away."
+            )
 
     def _run_first(self, tensors: Any, watched: Watched) -> list[Any]:
         returned, shape = Structure.split(self._run(tensors), self._is_tensor)

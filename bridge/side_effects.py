@@ -86,6 +86,12 @@ class Watched:
             for value in members - started:
                 _check_holds_no_trace(value, name)
 
+    def written(self) -> str | None:
+        """The first place that is not a library's and that holds something else now; all are put back."""
+        names = [self.places[n].name(key) for n, key, _, _ in self._changes() if not self.places[n].is_library]
+        self.restore()
+        return next(iter(names), None)
+
     def settle(self, results: Results, first: bool) -> tuple[list[Effect], list[Scratch]]:
         """Put everything back; what each call has to write, and what is only scratch.
 

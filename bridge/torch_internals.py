@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.utils.parametrize
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -373,6 +374,8 @@ def plain_kernels() -> Iterator[None]:
     backward, seed = autograd.backward, random.manual_seed
     here = _this_thread()
     rnn: Any = torch.nn.RNNBase
+    parametrizing: Any = torch.nn.utils.parametrize
+    cached = parametrizing._cache
     flatten_parameters = rnn.flatten_parameters
     mkldnn = torch._C._get_mkldnn_enabled()
     fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -387,6 +390,7 @@ def plain_kernels() -> Iterator[None]:
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
         # cuDNN wants the weights side by side in memory, which they do not have here.
+        parametrizing._cache = {}  # what is computed here is of this trace
         rnn.flatten_parameters = lambda module: None if here() else flatten_parameters(module)
         torch.backends.mha.set_fastpath_enabled(False)
         torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)
@@ -398,6 +402,7 @@ def plain_kernels() -> Iterator[None]:
         autograd.backward = backward
         random.manual_seed = seeding.manual_seed = seed
         rnn.flatten_parameters = flatten_parameters
+        parametrizing._cache = cached
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
         effects.has_effects = has_effects

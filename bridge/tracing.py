@@ -217,7 +217,8 @@ class _Traced:
         flat = FlatFunction(self.torch_fun, structure, walk, mode, self.engine == "torch2jax")
         if self.engine == "record":
             # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
-            source = Source(flat, [t for t in walk.tensors if is_traced_tensor(t)], walk.may_read_clocks)
+            known = [t for t in walk.tensors if is_traced_tensor(t)]
+            source = Source(flat, known, walk.may_read_clocks, flat.check_backward)
             try:
                 tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants, keep=current_call() is None)
             except WrittenArgument as error:
