@@ -36,7 +36,10 @@ QUICK: Table = {
     "layer_norm": (lambda x, w: F.layer_norm(x, (48,), w), (LARGE, _randn(48))),
     "group_norm": (lambda x, w: F.group_norm(x.reshape(1, 4, 48), 2, w), (LARGE, _randn(4))),
     **{name: (lambda x, p=p: torch.linalg.vector_norm(x, p, 1), (LARGE.abs() + 1,)) for name, p in NORMS.items()},
-    "vector_norm in float32": (lambda x: torch.linalg.vector_norm(x, dtype=torch.float32), (LARGE,)),
+    "vector_norm in float32": (
+        lambda x: torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)),
+        (LARGE,),
+    ),
     "norm": (lambda x: (x.norm(), x.norm(dim=0)), (LARGE,)),
     "matrix_norm": (torch.linalg.matrix_norm, (LARGE,)),
     "dist": (torch.dist, (LARGE, LARGE.flip(0))),
