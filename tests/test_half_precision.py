@@ -160,7 +160,7 @@ def _check(table: Table, dtype: torch.dtype) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_as_exact_as_eager_torch(dtype: torch.dtype) -> None:
     _check(QUICK, dtype)
 
