@@ -95,6 +95,13 @@ class Captured:
     def __exit__(self, *error: object) -> None:
         _ACTIVE.recordings.pop()
 
+    def finals(self) -> list[Value]:
+        """What the captured tensors hold now."""
+        with torch._C.DisableTorchFunction():
+            stand_ins: list[Any] = [self.stand_ins[id(t)] for t in self.tensors]
+            inner: list[Any] = [ti.from_fun(t) if isinstance(t, ti.FunctionalTensor) else t for t in stand_ins]
+            return [self.recorder.value(t) for t in inner]
+
     def position(self, tensor: torch.Tensor) -> int | None:
         """Which captured tensor this is or stands for; what was not made inside is captured now."""
         for i, known in enumerate(self.tensors):

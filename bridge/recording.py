@@ -33,7 +33,7 @@ from .errors import (
     refuse_seed,
     user_line,
 )
-from .graph import Graph, Meta, Value
+from .graph import Graph, Meta, Ref, Value
 from .interception import Captured, Interception, is_traced_tensor, recording
 from .recorder import Recorder
 from .watching import watching
@@ -184,6 +184,7 @@ def _record_once(
             new = captured.tensors[len(known) :]
             need = [*need, *(Meta.of(t).differentiable and wants(t) for t in new)]
             wanted_captured = [t for t, n in zip(captured.tensors, need[len(metas) :], strict=True) if n]
+            written = captured.finals()
             gradients = _gradients(
                 [o for o, d in zip(outputs, differentiable, strict=True) if d],
                 wanted,
@@ -192,6 +193,14 @@ def _record_once(
                 [ti.to_fun(c) for c in cotangents],
             )
             need += [False] * (len(metas) + len(captured.tensors) - len(need))  # met in the backward pass alone
+            for before, after in zip(written, captured.finals(), strict=False):
+                if before != after:
+                    line = recorder.line_of(after.node) if isinstance(after, Ref) else user_line()
+                    raise TraceError(
+                        f"{line}: the backward pass writes to a captured tensor in place (a hook, or a layer with running "
+                        "statistics in a block that torch.utils.checkpoint runs again), which a compiled call does "
+                        "not repeat there. Leave it out of the block, or call .eval() on the layer."
+                    )
         graph = _graph(recorder, captured, inner, arguments, cotangents, outputs, differentiable, gradients, need)
     return graph, captured.tensors
 
@@ -240,8 +249,7 @@ def _graph(
         if value(argument) != recorder.value(tensor):
             raise WrittenArgument(i)
     mutations = []
-    for i, tensor in enumerate(captured.tensors):
-        final = value(captured.stand_ins[id(tensor)])
+    for i, final in enumerate(captured.finals()):
         if final != captured.initial[i]:
             mutations.append((i, final))
     return Graph(

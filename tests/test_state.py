@@ -906,3 +906,54 @@ def test_states_of_earlier_calls_are_freed(name: str) -> None:
             vars(net)[key] = torch_pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
     gc.collect()
     assert sum(ref() is not None for ref in seen) <= 4
+
+
+class _Carrying(nn.Module):
+    """State that is read as a number, as in truncated backpropagation through time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.state = nn.Linear(3, 3), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = 0 if self.state is None else self.state.detach()
+        self.state = self.layer(x) + before
+        return self.state
+
+
+def _recording_hook() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    layer.register_forward_hook(lambda module, _, out: setattr(module, "last", out))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_Carrying, lambda: nn.utils.weight_norm(nn.Linear(3, 3)), _recording_hook],
+    ids=["carry", "old norm", "hook"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_each_call_has_a_backward_pass_of_its_own(make: Any) -> None:
+    plain, traced = make(), make()
+    traced.load_state_dict(plain.state_dict())
+    call = as_torch(as_jax(traced))
+    for step in range(3):
+        x = torch.full((2, 3), float(step))
+        for fun in (plain, call):
+            fun(x).square().sum().backward()
+        for p, q in zip(plain.parameters(), traced.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+
+
+def test_what_a_backward_pass_writes_is_refused_by_name() -> None:
+    kept: dict[str, torch.Tensor] = {}
+    hooked = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    hooked[0].register_full_backward_hook(lambda module, _, out: kept.__setitem__("g", out[0].clone()))
+    block = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    again = lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    x = torch.randn(4, 3, requires_grad=True)
+    for fun, message in ((hooked, r"writes to .*kept\['g'\]"), (again, "writes to a captured tensor in place")):
+        with pytest.raises(TypeError, match=rf"test_state.py:\d+: .*{message}|{message}"):
+            as_torch(as_jax(fun))(x).sum().backward()
+    assert not kept
+    assert not block[1].num_batches_tracked
