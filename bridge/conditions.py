@@ -34,6 +34,7 @@ class Condition:
 
 
 def asserted(message: str = "Expected Tensor with single nonzero value, but got zero") -> Condition:
+    """What ``torch._assert_async`` says of a flag."""
     return Condition(lambda flag: flag != 0, lambda _: RuntimeError(message))
 
 
@@ -55,13 +56,30 @@ def _says(message: str, kind: type[Exception] = RuntimeError) -> Callable[[np.nd
     return lambda _: kind(message)
 
 
-def _finite(name: str) -> Condition:
-    reason = "The algorithm failed to converge because the input matrix contained non-finite values."
-    return Condition(jnp.isfinite, _says(f"{name}: {reason}", torch.linalg.LinAlgError))
+_SVD = Condition(
+    lambda a: ~jnp.isnan(a),
+    _says(
+        "linalg.svd: The algorithm failed to converge because the input matrix contained non-finite values.",
+        torch.linalg.LinAlgError,
+    ),
+)
+_EIG = Condition(jnp.isfinite, _says("torch.linalg.eig: input tensor should not contain infs or NaNs."))
+_REGULAR = Condition(
+    lambda factor: jnp.diagonal(factor, axis1=-2, axis2=-1) != 0,
+    _says(
+        "cholesky_inverse: A diagonal element is zero, the inversion could not be completed because the input matrix "
+        "is singular.",
+        torch.linalg.LinAlgError,
+    ),
+)
+
+
+def _between(name: str) -> Condition:
+    return Condition(lambda p: (p >= 0) & (p <= 1), _says(f"all elements of {name} should be between 0 and 1"))
 
 
 _PROBABILITY = Condition(
-    lambda p: (p >= 0) & (p <= 1), _says("a probability must be between 0 and 1 (Expected p_in >= 0 && p_in <= 1).")
+    lambda p: (p >= 0) & (p <= 1), _says("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
 )
 _NOT_NEGATIVE = Condition(lambda x: x >= 0, _says("invalid Poisson rate, expected rate to be non-negative"))
 _SCALE = Condition(lambda std: std >= 0, _says("normal expects all elements of std >= 0.0"))
@@ -78,6 +96,13 @@ _REQUIRED: dict[Any, list[tuple[int, Condition]]] = {
     aten.normal.Tensor_Tensor: [(1, _SCALE)],
     aten.normal.float_Tensor: [(1, _SCALE)],
     aten.multinomial.default: [(0, _WEIGHTS), (0, _SUM)],
+    aten._linalg_svd.default: [(0, _SVD)],
+    aten.linalg_pinv.atol_rtol_tensor: [(0, _SVD)],
+    aten.linalg_eig.default: [(0, _EIG)],
+    aten.linalg_eigvals.default: [(0, _EIG)],
+    aten._linalg_eigvals.default: [(0, _EIG)],
+    aten.cholesky_inverse.default: [(0, _REGULAR)],
+    aten.binary_cross_entropy.default: [(0, _between("input")), (1, _between("target"))],
 }
 _CHECKING = (aten.linalg_cholesky_ex, aten.linalg_inv_ex, aten.linalg_lu_factor_ex, aten._linalg_solve_ex)
 
@@ -89,13 +114,17 @@ def reports_failure(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 @dataclasses.dataclass(frozen=True)
 class Check:
+    """A condition on a value of a graph, with the user's line that asks it."""
+
     condition: Condition
     evidence: Any  # a value of the graph
     line: str
 
 
-def required(op: Any, args: Sequence[Any]) -> list[tuple[torch.Tensor, Condition]]:
+def required(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Condition]]:
     """The conditions that an op asks of its arguments."""
+    if kwargs.get("hermitian"):  # by eigenvalues, which may be NaN
+        return []
     asked = [(args[i], condition) for i, condition in _REQUIRED.get(op, ()) if i < len(args)]
     return [(tensor, condition) for tensor, condition in asked if isinstance(tensor, torch.Tensor)]
 
@@ -105,23 +134,27 @@ def watched(checks: Sequence[Check], read: Callable[[Any], Any], results: list[A
     call = current_call()
     for check in checks if results else ():
         results = check_p.bind(
-            read(check.evidence), *results, check=check, failures=None if call is None else call.failures
+            read(check.evidence),
+            *results,
+            condition=check.condition,
+            line=check.line,
+            failures=None if call is None else call.failures,
         )
     return results
 
 
-def _lowered(evidence: jax.Array, *results: jax.Array, check: Check, failures: Failures | None) -> Sequence[jax.Array]:
+def _lowered(
+    evidence: jax.Array, *results: jax.Array, condition: Condition, line: str, failures: Failures | None
+) -> Sequence[jax.Array]:
     def fail(evidence: Any) -> None:
-        error = check.condition.error(np.asarray(evidence))
-        located = type(error)(f"{check.line}: {error}")
+        error = condition.error(np.asarray(evidence))
+        located = type(error)(f"{line}: {error}")
         if failures is None:  # in a program of the user's own
             raise located
         failures.add(located)
 
     with enable_x64():
-        jax.lax.cond(
-            check.condition.holds(evidence).all(), lambda _: None, lambda e: jax.debug.callback(fail, e), evidence
-        )
+        jax.lax.cond(condition.holds(evidence).all(), lambda _: None, lambda e: jax.debug.callback(fail, e), evidence)
     return results
 
 

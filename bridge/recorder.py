@@ -98,7 +98,7 @@ class Recorder(ti.TorchDispatchMode):
             return self._check(args[0], asserted(*args[1:]))
         if reports_failure(func, args, kwargs):
             return self._factor_with_check(func, args, {**kwargs, "check_errors": False})
-        for tensor, condition in required(func, args):
+        for tensor, condition in required(func, args, kwargs):
             self._check(tensor, condition)
         if func.overloadpacket in _STRIDED:
             self._check_within(func, args, kwargs)

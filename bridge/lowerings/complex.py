@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -39,3 +41,29 @@ def complex_(real: Array, imag: Array) -> Array:
 def neg_view(x: Array) -> Array:
     """What torch marks on the imaginary part of a conjugate view, without touching the numbers."""
     return -x
+
+
+def _on_the_cut(name: str, fun: Callable[[Array], Array], real: int = 0, imaginary: int = 0) -> None:
+    """A function whose parts have the signs of the parts of its argument, zeros included, which XLA takes for +0.
+
+    On a branch cut that sign says from which side the argument came.
+    """
+
+    def lower(x: Array) -> Array:
+        y = fun(x)
+        if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return y
+        re = jnp.copysign(y.real, real * x.real) if real else y.real
+        im = jnp.copysign(y.imag, imaginary * x.imag) if imaginary else y.imag
+        return jax.lax.complex(re, im)
+
+    lowering(f"aten.{name}")(lower)
+
+
+_on_the_cut("sqrt", jnp.sqrt, imaginary=1)
+_on_the_cut("asin", jnp.arcsin, imaginary=1)
+_on_the_cut("acos", jnp.arccos, imaginary=-1)
+_on_the_cut("acosh", jnp.arccosh, imaginary=1)
+_on_the_cut("asinh", jnp.arcsinh, real=1)
+_on_the_cut("atan", jnp.arctan, real=1)
+_on_the_cut("atanh", jnp.arctanh, imaginary=1)

@@ -112,7 +112,7 @@ def mul(x: Any, y: Any, *, results: Any) -> Array:
 
 
 @lowering("aten._to_copy", "prims.convert_element_type", results=True)
-def to_copy(x: Array, *dtype: Any, results: Any, **kwargs: Any) -> Array:
+def to_copy(x: Array, *given: Any, results: Any, **kwargs: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
     if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
         return _numbers(x, dtype)

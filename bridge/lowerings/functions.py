@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import TraceError, user_line
+from ..torch_internals import is_functorch_wrapped_tensor
+
 
 def embedding_bag(
     input: Tensor,
@@ -32,7 +35,8 @@ def embedding_bag(
         offsets = torch.arange(0, input.numel(), max(input.shape[1], 1), device=input.device)
         input = input.reshape(-1)
     elif include_last_offset and offsets is not None:
-        counted = position < offsets[-1]
+        if padding_idx is None:  # else torch counts what lies behind the last offset to the last bag
+            counted = position < offsets[-1]
         offsets = offsets[:-1]
     assert offsets is not None
     bag = torch.searchsorted(offsets, position, right=True) - 1
@@ -188,6 +192,69 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return torch.where(chosen, value.to(input.dtype), input)
 
 
+@torch.library.custom_op("microtome::decaying_sum", mutates_args=())
+def _decaying_sum(x: Tensor, decay: Tensor, reverse: bool) -> Tensor:
+    """Along the last axis: h(i) = x(i) + decay(i) h(i - 1), or h(i + 1) in reverse."""
+    raise NotImplementedError("it runs in traces only")
+
+
+@_decaying_sum.register_fake
+def _(x: Tensor, decay: Tensor, reverse: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _moved(x: Tensor, reverse: bool) -> Tensor:
+    """What stands before each place of the last axis, or behind it."""
+    nothing = torch.zeros_like(x[..., :1])
+    return torch.cat([x[..., 1:], nothing] if reverse else [nothing, x[..., :-1]], -1)
+
+
+def _sum_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, decay, ctx.reverse = inputs
+    ctx.save_for_backward(decay, output)
+
+
+def _sum_backward(ctx: Any, g: Tensor) -> Any:
+    decay, total = ctx.saved_tensors
+    pulled = torch.ops.microtome.decaying_sum(g, _moved(decay, not ctx.reverse), not ctx.reverse)
+    return pulled, pulled * _moved(total, ctx.reverse), None
+
+
+_decaying_sum.register_autograd(_sum_backward, setup_context=_sum_context)
+
+
+class _LogCumSumExp(torch.autograd.Function):
+    """Along the last axis. torch's own derivative takes logarithms of cotangents, which is not linear in code."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.ops.aten.logcumsumexp(x, -1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        # The cotangents of y(i) weighted by exp(x(j) - y(i)) for all i from j on. As y rises, no exponent is positive.
+        x, y = ctx.saved_tensors
+        none = y == -math.inf
+        level = torch.where(none, 0, y)
+        decay = torch.where(none, 0, torch.exp(level - torch.cat([level[..., 1:], level[..., -1:]], -1)))
+        gone = x == -math.inf
+        share = torch.exp(torch.where(gone, level, x) - level)
+        return torch.where(gone, 0, share * torch.ops.microtome.decaying_sum(g, decay, True))
+
+
+def logcumsumexp(input: Tensor, dim: int) -> Tensor:
+    """As ``torch.logcumsumexp``, with a derivative that can be differentiated at a cotangent of zero."""
+    if input.dim() == 0 or not input.is_floating_point() or is_functorch_wrapped_tensor(input):
+        return torch.logcumsumexp(input, dim)
+    rows = input.movedim(dim, -1)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return _LogCumSumExp.apply(wide).to(input.dtype).movedim(-1, dim)
+
+
 def prod(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """As ``torch.prod``, whose derivative asks how many zeros there are.
 
@@ -197,7 +264,7 @@ def prod(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not (input.is_floating_point() or input.is_complex()):
         return torch.prod(input, *args, **kwargs)
     zero, missing = input == 0, input != input
-    moving = torch.where(missing & ~zero.any(), input * math.nan, input)
+    moving = input * torch.where(missing & ~zero.any(), math.nan, 1).to(input.dtype)
     if not args and "dim" not in kwargs:
         moving = torch.where((zero.sum() > 1) & ~input.isfinite().all(), input.detach(), moving)
     return torch.prod(moving, *args, **kwargs)
@@ -226,7 +293,20 @@ def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tens
     return F.linear_cross_entropy(*args, **kwargs)
 
 
+def refuse_sparse(*args: Any, **kwargs: Any) -> Any:
+    """torch itself ends the process where some of these meet a tensor of a trace."""
+    raise TraceError(
+        f"{user_line()}: sparse tensors have no counterpart in JAX. Keep the tensor dense, or take the sparse part out "
+        "of the function."
+    )
+
+
 REPLACEMENTS: dict[Any, Any] = {
+    **{
+        getattr(torch.Tensor, f"to_sparse{layout}"): refuse_sparse
+        for layout in ("", "_coo", "_csr", "_csc", "_bsr", "_bsc")
+        if hasattr(torch.Tensor, f"to_sparse{layout}")
+    },
     torch.Tensor.__floordiv__: floor_divide,
     torch.Tensor.cholesky: cholesky,
     torch.Tensor.floor_divide: floor_divide,
@@ -238,6 +318,8 @@ REPLACEMENTS: dict[Any, Any] = {
     torch.cov: cov,
     torch.floor_divide: floor_divide,
     torch.index_fill: index_fill,
+    torch.Tensor.logcumsumexp: logcumsumexp,
+    torch.logcumsumexp: logcumsumexp,
     torch.prod: prod,
     torch.tensor_split: tensor_split,
     F.linear_cross_entropy: linear_cross_entropy,

@@ -126,24 +126,44 @@ def diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, di
     return jnp.moveaxis(moved, (-2, -1), (dim1, dim2))
 
 
-@lowering("aten.searchsorted.Tensor")
+@lowering("aten.searchsorted.Tensor", "aten.searchsorted.Scalar")
 def searchsorted(
     sequence: Array,
-    values: Array,
+    values: Any,
     out_int32: bool = False,
     right: bool = False,
     side: str | None = None,
     sorter: Array | None = None,
 ) -> Array:
-    def search(s: Array, v: Array) -> Array:
-        return jnp.searchsorted(s, v, side="right" if right or side == "right" else "left")
-
+    values = jnp.asarray(values)
     if sorter is not None:
         sequence = jnp.take_along_axis(sequence, sorter, -1)
-    if sequence.ndim == 1:
-        return search(sequence, values)
-    rows = jax.vmap(search)(sequence.reshape(-1, sequence.shape[-1]), values.reshape(-1, values.shape[-1]))
+    right = right or side == "right"
+    if sequence.ndim <= 1 or values.ndim == 0:
+        return _search(sequence.reshape(-1), values, right)
+    search = jax.vmap(lambda s, v: _search(s, v, right))
+    rows = search(sequence.reshape(-1, sequence.shape[-1]), values.reshape(-1, values.shape[-1]))
     return rows.reshape(values.shape)
+
+
+@lowering("aten.bucketize.Tensor", "aten.bucketize.Scalar")
+def bucketize(values: Any, boundaries: Array, *, out_int32: bool = False, right: bool = False) -> Array:
+    return _search(boundaries, jnp.asarray(values), right)
+
+
+def _search(sequence: Array, values: Array, right: bool) -> Array:
+    """torch's bisection, comparison by comparison: it finds NaN, and its way among NaN, as torch does."""
+    size = sequence.shape[0]
+    low, high = jnp.zeros(values.shape, jnp.int64), jnp.full(values.shape, size, jnp.int64)
+    for _ in range(size.bit_length()):
+        middle = (low + high) // 2
+        there = sequence[jnp.minimum(middle, size - 1)]
+        stays = there > values if right else there >= values
+        low, high = (
+            jnp.where((low < high) & ~stays, middle + 1, low),
+            jnp.where((low < high) & stays, middle, high),
+        )
+    return low
 
 
 @lowering("aten.embedding_dense_backward")

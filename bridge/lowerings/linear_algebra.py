@@ -47,7 +47,8 @@ def det(a: Array, of_transpose: bool = False) -> tuple[Array, Array, Array]:
 @lowering("aten._linalg_slogdet")
 def slogdet(a: Array, of_transpose: bool = False) -> tuple[Array, Array, Array, Array]:
     lu, pivots, diagonal, sign = _lu(jnp.swapaxes(a, -1, -2) if of_transpose else a)
-    return sign * jnp.sign(diagonal).prod(-1), jnp.log(jnp.abs(diagonal)).sum(-1), lu, pivots
+    signs = jnp.where(diagonal != diagonal, 0, jnp.sign(diagonal))  # that of NaN is zero in torch
+    return sign * signs.prod(-1), jnp.log(jnp.abs(diagonal)).sum(-1), lu, pivots
 
 
 @lowering("aten.linalg_lu_factor_ex")
@@ -78,15 +79,15 @@ def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
 def cholesky_ex(a: Array, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
     lower = _adjoint(a) if upper else a
     factor = jax.lax.linalg.cholesky(lower, symmetrize_input=False)
-    failed = jnp.isnan(jnp.diagonal(factor, axis1=-2, axis2=-1)).any(-1)
-    return _adjoint(factor) if upper else factor, _not_definite(lower, failed)
+    return _adjoint(factor) if upper else factor, _not_definite(lower, jnp.diagonal(factor, axis1=-2, axis2=-1))
 
 
-def _not_definite(lower: Array, failed: Array) -> Array:
-    """The order of the first leading minor that is not positive, for matrices whose factorisation failed.
+def _not_definite(lower: Array, diagonal: Array) -> Array:
+    """The order of the first leading minor that is not positive; 0 where the factor has a finite ``diagonal``.
 
-    By elimination, one column after another: in no step where none failed.
+    By elimination, one column after another: in no step where all diagonals are finite.
     """
+    failed = ~jnp.isfinite(diagonal).all(-1)
     strict = jnp.tril(lower, -1)
     real = jnp.diagonal(lower, axis1=-2, axis2=-1).real.astype(lower.dtype)
     whole = strict + _adjoint(strict) + real[..., None] * jnp.eye(lower.shape[-1], dtype=lower.dtype)
@@ -106,14 +107,26 @@ def _not_definite(lower: Array, failed: Array) -> Array:
 
     start = jnp.zeros((), jnp.int32), whole, jnp.zeros(lower.shape[:-2], jnp.int32)
     _, _, info = jax.lax.while_loop(searches, eliminate, start)
-    return jnp.where(failed & (info == 0), size, info).astype(jnp.int32)
+    return jnp.where(jnp.isnan(diagonal).any(-1) & (info == 0), size, info).astype(jnp.int32)
+
+
+def _spread(*matrices: Array) -> list[Array]:
+    """Matrices with the same leading axes."""
+    lead = jnp.broadcast_shapes(*(m.shape[:-2] for m in matrices))
+    return [jnp.broadcast_to(m, (*lead, *m.shape[-2:])) for m in matrices]
+
+
+@lowering("aten.linalg_solve_triangular")
+def solve_triangular(a: Array, b: Array, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Array:
+    """torchax does not spread the leading axes."""
+    a, b = _spread(a, b)
+    return jax.lax.linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
 @lowering("aten.cholesky_solve")
 def cholesky_solve(b: Array, factor: Array, upper: bool = False) -> Array:
     """torchax transposes all axes of an upper factor, and conjugates none."""
-    lead = jnp.broadcast_shapes(b.shape[:-2], factor.shape[:-2])
-    b, factor = (jnp.broadcast_to(v, (*lead, *v.shape[-2:])) for v in (b, factor))
+    b, factor = _spread(b, factor)
     lower = _adjoint(factor) if upper else factor
     half = jax.lax.linalg.triangular_solve(lower, b, left_side=True, lower=True)
     return jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True, conjugate_a=True)

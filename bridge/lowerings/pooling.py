@@ -200,6 +200,10 @@ def adaptive_max_pool(x: Array, out: Sequence[int]) -> tuple[Array, Array]:
         window = tuple(slice(i * s // k, -(-(i + 1) * s // k)) for i, s, k in zip(cell, sizes, out, strict=True))
         block = x[(..., *window)].reshape(*x.shape[: -len(out)], flat[window].size)
         best = jnp.argmax(block, -1)
+        if jnp.issubdtype(x.dtype, jnp.floating):  # the last of several NaN, as in max_pool
+            missing = block != block
+            last = block.shape[-1] - 1 - jnp.argmax(missing[..., ::-1], -1)
+            best = jnp.where(missing.any(-1), last, best)
         values.append(jnp.take_along_axis(block, best[..., None], -1)[..., 0])
         indices.append(flat[window].reshape(-1)[best])
     shape = (*x.shape[: -len(out)], *out)

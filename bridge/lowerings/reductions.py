@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -28,6 +29,37 @@ def sort(x: Array, dim: int = -1, descending: bool = False, *, stable: bool | No
     pair = turn(x), turn(jax.lax.broadcasted_iota(jnp.int64, x.shape, dim % x.ndim))
     values, order = jax.lax.sort(pair, dimension=dim % x.ndim, num_keys=1)
     return turn(values), turn(order)
+
+
+@lowering("aten.var.correction")
+def var(x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Array:
+    return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+@lowering("aten.var_mean.correction")
+def var_mean(x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> tuple[Array, Array]:
+    """No degrees of freedom are left where the correction exceeds the number of elements: a division by zero."""
+    axes = tuple(range(x.ndim)) if dim is None or dim == [] or x.ndim == 0 else tuple(dim)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = wide.mean(axes, keepdims=True)
+    square = jnp.square(jnp.abs(wide - mean)) if jnp.iscomplexobj(x) else jnp.square(wide - mean)
+    left = max(math.prod(x.shape[a] for a in axes) - (1 if correction is None else correction), 0)
+    total = square.sum(axes, keepdims=keepdim) / jnp.asarray(left, square.dtype)
+    return total, mean if keepdim else mean.squeeze(axes)
+
+
+@lowering("aten.topk")
+def topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
+    """torchax looks for the smallest among the negated: there NaN would come first."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    rows = jnp.moveaxis(x, dim, -1)
+    if largest:
+        values, index = jax.lax.top_k(rows, k)
+    else:
+        index = jnp.argsort(rows, -1, stable=True)[..., :k]
+        values = jnp.take_along_axis(rows, index, -1)
+    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(index, -1, dim)
 
 
 def _median(x: Array, dim: int, keepdim: bool, skip_nan: bool) -> tuple[Array, Array]:
@@ -68,6 +100,24 @@ def nanmedian_dim(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Arr
     return _median(x, dim, keepdim, skip_nan=True)
 
 
+@lowering("aten.mode")
+def mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The smallest of the most frequent elements, and where it stands last. NaN equals nothing, and comes last."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    rows = jnp.moveaxis(x, dim, -1)
+    order = jnp.argsort(rows, -1, stable=True)
+    ordered = jnp.take_along_axis(rows, order, -1)
+    place = jax.lax.broadcasted_iota(jnp.int32, ordered.shape, ordered.ndim - 1)
+    begins = jnp.concatenate([jnp.ones_like(ordered[..., :1], bool), ordered[..., 1:] != ordered[..., :-1]], -1)
+    run = place - jax.lax.cummax(jnp.where(begins, place, 0), axis=ordered.ndim - 1)
+    last = jnp.argmax(run, -1, keepdims=True)
+    value, index = (jnp.take_along_axis(v, last, -1) for v in (ordered, order))
+    if keepdim:
+        return jnp.moveaxis(value, -1, dim), jnp.moveaxis(index, -1, dim)
+    return value[..., 0], index[..., 0]
+
+
 @lowering("aten.cumsum", results=True)
 def cumsum(x: Array, dim: int, *, dtype: Any = None, results: Any) -> Array:
     """torchax adds up narrow integers in their own dtype."""
@@ -80,6 +130,15 @@ def cumprod(x: Array, dim: int, *, dtype: Any = None, results: Any) -> Array:
     """As cumsum."""
     x = x.astype(jax_dtype(results[0].dtype))
     return jnp.cumprod(x, dim) if x.ndim else x
+
+
+@lowering("microtome.decaying_sum")
+def decaying_sum(x: Array, decay: Array, reverse: bool) -> Array:
+    def joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        return a[0] * b[0], b[0] * a[1] + b[1]
+
+    found: tuple[Array, Array] = jax.lax.associative_scan(joined, (decay, x), reverse=reverse, axis=x.ndim - 1)
+    return found[1]
 
 
 def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
