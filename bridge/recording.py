@@ -197,9 +197,9 @@ def _record_once(
                 if before != after:
                     line = recorder.line_of(after.node) if isinstance(after, Ref) else user_line()
                     raise TraceError(
-                        f"{line}: the backward pass writes to a captured tensor in place (a hook, or a layer with running "
-                        "statistics in a block that torch.utils.checkpoint runs again), which a compiled call does "
-                        "not repeat there. Leave it out of the block, or call .eval() on the layer."
+                        f"{line}: the backward pass writes to a captured tensor in place (a hook, or a layer with "
+                        "running statistics in a block that torch.utils.checkpoint runs again), which a compiled call "
+                        "does not repeat there. Leave it out of the block, or call .eval() on the layer."
                     )
         graph = _graph(recorder, captured, inner, arguments, cotangents, outputs, differentiable, gradients, need)
     return graph, captured.tensors

@@ -74,8 +74,8 @@ class FlatFunction:
             code = self.walk.user_code
             where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
             raise TraceError(
-                f"{where}a hook or a backward pass of the function writes to {written}, which it would do once, while it "
-                "is traced. Return what is to be kept from the function, or take the hook away."
+                f"{where}a hook or a backward pass of the function writes to {written}, which it would do once, while "
+                "it is traced. Return what is to be kept from the function, or take the hook away."
             )
 
     def _run_first(self, tensors: Any, watched: Watched) -> list[Any]:
