@@ -304,14 +304,21 @@ class Recorder(ti.TorchDispatchMode):
 
     def after_latest(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors, to be read only once what was recorded last has been computed."""
-        latest = next((i for i in reversed(range(len(self.nodes))) if self.nodes[i] is not None), None)
-        if latest is None or not tensors:
+        held = self._latest()
+        if held is None or not tensors:
             return list(tensors)
-        node: Any = self.nodes[latest]
-        held = Ref(latest, None if node.single else 0)
         results = [Meta.of(t) for t in tensors]
         made = self.call(Barrier(), tensors, results, None, (held,))
         return [new.requires_grad_(t.requires_grad) for new, t in zip(made, tensors, strict=True)]
+
+    def _latest(self) -> Ref | None:
+        """The tensor that was recorded last."""
+        for i in reversed(range(len(self.nodes))):
+            node = self.nodes[i]
+            for item, meta in enumerate(() if node is None else node.results):
+                if node is not None and meta is not None:
+                    return Ref(i, None if node.single else item)
+        return None
 
     def _without_values(self, meta: Meta, stride: Sequence[int] | None = None) -> ti.FakeTensor:
         """A tensor without memory: what escaped the recorder would compute on values that nobody wrote."""
