@@ -106,6 +106,8 @@ def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], k
             key = outer.recorder.draw_number()
     if root.outline.strided is not None:
         _check_contiguous(root, outer)
+    if root.outline.mutated or root.outline.carried:
+        _check_apart(root)
     places = root.walk.places if root.outline.effects else []
     root.before = entries(root.outline.effects, places)
     outputs = apply(root, key, tensors)
@@ -241,6 +243,41 @@ def _check_inside(outline: Outline) -> None:
             f"{user_line()}: a compiled call inside a traced function updates buffers or Python state there, which "
             "would be lost. Call the torch function itself instead, or put the module into .eval() mode."
         )
+
+
+def _check_apart(root: Root) -> None:
+    """Refuse a write to a tensor whose memory another one shows too: the program has them as two."""
+    assert root.outline is not None
+    written = {*root.outline.mutated, *(i for i, _ in root.outline.carried)}
+    with torch._C.DisableTorchFunction():
+        spans = {
+            i: (t.untyped_storage().data_ptr(), *_span(t))
+            for i, t in enumerate(root.inputs)
+            if t.numel() and not is_traced_tensor(t)
+        }
+    for i in written & spans.keys():
+        memory, start, end = spans[i]
+        for j, (other, first, last) in spans.items():
+            if j != i and other == memory and first < end and start < last:
+                raise TraceError(
+                    f"the function writes in place to {_input_name(root, i)}, whose memory {_input_name(root, j)} "
+                    "shows too, and would not see there what was written. Make one of the other inside of the "
+                    "function, or write to a copy."
+                )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end in its memory, in bytes."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return start * size, int(start + last + 1) * size
+
+
+def _input_name(root: Root, i: int) -> str:
+    if i < root.count:
+        return f"tensor argument {i}"
+    path = root.walk.paths[i - root.count] if i - root.count < len(root.walk.paths) else None
+    return path_name(path) or "a captured tensor"
 
 
 def _check_contiguous(root: Root, outer: Captured | None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import decimal
 import enum
 import functools
 import inspect
@@ -26,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from torch.nn.modules import module as _module
 
 from .contents import EXACTLY_PLAIN, PLAIN, Contents, is_iterator, kind_of
 from .errors import TraceError
@@ -38,6 +40,7 @@ from .watching import FROZEN, is_clock, may_read_clocks
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
 _CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})  # by torch
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_ALL = tuple(f"_global{name}" for name in _HOOKS)
 # What code reads of the process, if it mentions the name.
 _SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "environ": os.environ.items,
@@ -47,6 +50,7 @@ _SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "get_default_device": torch.get_default_device,
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     "getcwd": os.getcwd,
+    "getcontext": lambda: repr(decimal.getcontext()),
 }
 
 SOURCE = "__microtome_source__"
@@ -61,7 +65,8 @@ def surroundings() -> Hashable:
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
     modes = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    return torch.get_default_dtype(), autocast, modes
+    hooks = tuple(Same(hook) for name in _HOOKS_OF_ALL for hook in getattr(_module, name, {}).values())
+    return torch.get_default_dtype(), autocast, modes, hooks
 
 
 def is_traced(fun: Any) -> bool:
@@ -193,6 +198,8 @@ class Walk(Contents):
             self._namespace(x, path)
         elif inspect.getattr_static(x, "__wrapped__", None) is not None:
             self.parts.append((type(x), times_cleared(x)))
+            if hasattr(x, "cache_clear"):
+                self.caches.append(x)
             self.visit(x.__wrapped__, path)
         elif isinstance(x, contextvars.ContextVar):
             self.found_places.append(Place(x, path_name(path)))

@@ -6,7 +6,9 @@ import collections
 import enum
 import gc
 import io
+import logging
 import operator
+import threading
 import types
 import weakref
 from typing import Any
@@ -42,6 +44,7 @@ class Contents:
         self.parts: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
+        self.caches: list[Any] = []  # functions with a ``functools.cache``
         self.paths: list[Path] = []
         self.owners: list[torch.nn.Module | None] = []
         self.found_places: list[Place | torch.nn.Module] = []
@@ -168,6 +171,12 @@ class Contents:
             self.visit(x.__repr__.__self__, path)
         elif isinstance(x, torch.Generator):
             self.parts.append(x.initial_seed())
+        elif isinstance(x, threading.Event):
+            self.parts.append(x.is_set())
+        elif isinstance(x, logging.Logger):
+            self.parts.append(x.getEffectiveLevel())
+        elif type(x).__module__ == "multiprocessing.sharedctypes" and hasattr(x, "get_obj"):
+            self.visit(x.get_obj(), path)
         elif isinstance(x, torch.autocast):  # the rest is what it found when it was entered
             self.parts += (x.device, x.fast_dtype, x._enabled, x._cache_enabled)
         elif isinstance(x, (operator.attrgetter, operator.methodcaller)):

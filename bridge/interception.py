@@ -45,6 +45,7 @@ _STRIDED = (
     *(torch.Tensor.as_strided, torch.Tensor.as_strided_, torch.Tensor.as_strided_scatter),
     torch.Tensor.storage_offset,
 )
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -232,6 +233,9 @@ class Interception(TorchFunctionMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func == _GET_GRAD:
+            self._refuse_grad(args[0])
+        given = args
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
         if self.captured.rows:
             self.captured.check_rows((args, kwargs))
@@ -264,7 +268,18 @@ class Interception(TorchFunctionMode):
             return func(args[0], self._noting(*args[1:], **kwargs))
         if is_packed(func, args):
             return PACKED[func](args[0], self._lengths(args[1]), *args[2:], **kwargs)
-        return REPLACEMENTS.get(func, func)(*args, **kwargs)
+        result = REPLACEMENTS.get(func, func)(*args, **kwargs)
+        # What works in place hands back the very tensor, as the caller knows it.
+        return given[0] if args and result is args[0] and isinstance(given[0], torch.Tensor) else result
+
+    def _refuse_grad(self, tensor: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            if is_traced_tensor(tensor) or id(tensor) in self.recorder.where:
+                return
+        raise TraceError(
+            f"{user_line()}: the function reads .grad of a tensor that it captures, which is another one at each call. "
+            "Pass the gradient in as an argument."
+        )
 
     def _note_cuts(self, result: Any) -> None:
         """Remember what a user's backward pass computed without autograd, which is asked for its derivative."""

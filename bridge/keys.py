@@ -119,6 +119,12 @@ def times_cleared(fun: Any) -> int | None:
     return times
 
 
+def empty_cache(fun: Any) -> None:
+    """Empty the cache of a ``functools.cache`` without counting it as the user's doing."""
+    fun.cache_clear()
+    _MISSES[fun] = 0, _MISSES.get(fun, (0, 0))[1]
+
+
 _NO_MEMORY: weakref.WeakSet[type] = weakref.WeakSet()
 
 

@@ -73,8 +73,10 @@ def read(place: Place) -> dict[Any, Any]:
         except ValueError:  # not yet assigned
             return {}
     if isinstance(owner, contextvars.ContextVar):
-        value = owner.get(ABSENT)
-        return {} if value is ABSENT else {place.label: value}
+        try:
+            return {place.label: owner.get()}  # its default, where it was not set
+        except LookupError:
+            return {}
     if isinstance(owner, type):
         found: dict[Any, Any] = dict(vars(owner))
     elif isinstance(owner, dict):

@@ -30,7 +30,8 @@ from .captures import Walk
 from .errors import TraceError, user_line
 from .graph import Meta
 from .interception import is_traced_tensor, is_update_of, recording
-from .places import ABSENT, Place, read, write
+from .keys import empty_cache
+from .places import ABSENT, Place, path_name, read, write
 from .torch2jax_engine import is_interpreted
 from .trees import Structure, to_jax_tree, to_torch_tree
 
@@ -62,6 +63,10 @@ class Watched:
         self._before = list(map(read, self.places))
         self._arrays = [(name, array, array.copy()) for name, array in walk.arrays]
         self._sets = [(slot[1], x, set(x)) for slot, x in walk.containers if isinstance(x, set)]
+        self._caches = [(fun, fun.cache_info().misses) for fun in walk.caches]
+        self._fields = [
+            (t, dict(t.__dict__), path_name(path)) for t, path in zip(walk.tensors, walk.paths, strict=True)
+        ]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -73,6 +78,13 @@ class Watched:
         for _, members, started in self._sets:
             members.intersection_update(started)
             members.update(started)
+        self._empty_caches()
+
+    def _empty_caches(self) -> None:
+        """What a cache was given while the function was traced is of this trace: it is computed again."""
+        for fun, misses in self._caches:
+            if fun.cache_info().misses != misses:
+                empty_cache(fun)
 
     def check(self) -> None:
         """Refuse writes that no call could repeat: to NumPy's arrays, and of tensors to sets."""
@@ -85,6 +97,20 @@ class Watched:
         for name, members, started in self._sets:
             for value in members - started:
                 _check_holds_no_trace(value, name)
+        for tensor, fields, name in self._fields:
+            new = [k for k, v in tensor.__dict__.items() if fields.get(k) is not v]
+            values = [tensor.__dict__[k] for k in new]
+            if new:
+                tensor.__dict__.clear()
+                tensor.__dict__.update(fields)
+            for key, value in zip(new, values, strict=True):
+                if tensors_in(value):
+                    raise TraceError(
+                        f"{user_line()}: the function assigns a tensor to the attribute {key} of {name or 'a tensor'}. "
+                        "Return it, or keep it in an object or a module."
+                    )
+                tensor.__dict__[key] = value
+        self._empty_caches()
 
     def written(self) -> str | None:
         """The first place that is not a library's and that holds something else now; all are put back."""

@@ -6,6 +6,7 @@ import collections
 import contextvars
 import copy
 import dataclasses
+import functools
 import gc
 import types
 import weakref
@@ -957,3 +958,71 @@ def test_what_a_backward_pass_writes_is_refused_by_name() -> None:
             as_torch(as_jax(fun))(x).sum().backward()
     assert not kept
     assert not block[1].num_batches_tracked
+
+
+def test_tensors_that_share_memory_are_not_written_to_as_two() -> None:
+    base = torch.zeros(3, 2)
+    row, rows, wide = base[1], [base[0], base[2]], base.expand(2, 3, 2)
+    x = torch.ones(2)
+
+    def refused(x: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        base.add_(x)
+        return read * 2
+
+    for fun in (lambda x: refused(x, row), lambda x: refused(x, wide), lambda x: (rows[0].copy_(x), base.sum(0))[1]):
+        with pytest.raises(TypeError, match=r"writes in place to \w+.*, whose memory \w+.* shows too"):
+            as_torch(as_jax(fun))(x)
+    with pytest.raises(TypeError, match="whose memory tensor argument 0 shows too"):
+        as_torch(as_jax(lambda given: (base.add_(1), given * 2)[1]))(base[2])
+    assert not base.any()
+    assert torch.equal(as_torch(as_jax(lambda x: (rows[0].copy_(x), rows[1] + 1)[1]))(x), torch.ones(2))
+    assert torch.equal(base[0], x)
+
+
+def test_no_tensor_of_a_trace_is_left_behind_where_nothing_is_written_back() -> None:
+    @functools.lru_cache
+    def table(n: int) -> torch.Tensor:
+        return torch.arange(float(n))
+
+    call = as_torch(as_jax(lambda x: x + table(3)))
+    for _ in range(2):
+        assert torch.equal(call(torch.ones(3)), table(3) + 1)
+    held = torch.ones(2)
+    zeros = torch.zeros(2)
+    variable = contextvars.ContextVar("variable", default=zeros)
+
+    def marks(x: torch.Tensor) -> torch.Tensor:
+        held.mark = x * 2
+        return held * x
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        variable.set(variable.get() + x)
+        return variable.get() * 1
+
+    with pytest.raises(TypeError, match=r"test_state.py:\d+: .*assigns a tensor to the attribute mark of held"):
+        as_torch(as_jax(marks))(torch.ones(2))
+    assert not hasattr(held, "mark")
+    counting = as_torch(as_jax(counts))
+    for step in (1, 2):
+        assert torch.equal(counting(torch.ones(2)), torch.full((2,), float(step)))
+    assert torch.equal(variable.get(), torch.full((2,), 2.0))
+
+
+def test_gradients_that_are_read_and_weights_that_are_renormed_in_place() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"test_state.py:\d+: the function reads \.grad of a tensor that it captures"):
+        as_torch(as_jax(lambda x: layer(x) if layer.weight.grad is None else layer(x) * 2))(torch.ones(1, 2))
+
+    def renormed(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            layer.weight /= layer.weight.norm(dim=1, keepdim=True)
+        return layer(x)
+
+    weight, x = layer.weight, torch.ones(1, 2)
+    want = copy.deepcopy(layer)
+    got = as_torch(as_jax(renormed))(x)
+    with torch.no_grad():
+        want.weight /= want.weight.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(got, want(x))
+    assert layer.weight is weight
+    torch.testing.assert_close(layer.weight, want.weight)

@@ -14,6 +14,7 @@ import copy
 import ctypes
 import dataclasses
 import datetime
+import decimal
 import enum
 import functools
 import importlib
@@ -23,6 +24,7 @@ import json
 import logging
 import math
 import mmap
+import multiprocessing
 import operator
 import os
 import pathlib
@@ -962,3 +964,32 @@ def test_an_autocast_object_that_is_held_compiles_once() -> None:
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got, layer(x))
     assert traced[0] == traced[2]
+
+
+def test_states_of_the_standard_library_and_hooks_of_all_modules() -> None:
+    event, shared = threading.Event(), multiprocessing.Value("d", 1.0)
+    logger, layer = logging.getLogger("microtome.watched"), torch.nn.Linear(1, 1)
+    with decimal.localcontext() as context, torch.no_grad():
+        layer.weight.fill_(1)
+        layer.bias.fill_(0)
+        hook: list[Any] = []
+        changes = {
+            "event": (lambda x: x * 2 if event.is_set() else x, event.set),
+            "value": (lambda x: x * shared.value, lambda: setattr(shared, "value", 4.0)),
+            "level": (lambda x: x * 2 if logger.isEnabledFor(logging.DEBUG) else x, lambda: logger.setLevel(10)),
+            "context": (lambda x: x * decimal.getcontext().prec, lambda: setattr(context, "prec", 7)),
+            "hook": (
+                lambda x: layer(x),
+                lambda: hook.append(nn.modules.module.register_module_forward_hook(lambda m, i, out: out * 3)),
+            ),
+        }
+        for name, (fun, change) in changes.items():
+            call, x = mt.as_torch(mt.as_jax(fun)), torch.ones(1)
+            before = call(x)
+            try:
+                change()
+                assert torch.equal(call(x), fun(x)), name
+                assert not torch.equal(call(x), before), name
+            finally:
+                while hook:
+                    hook.pop().remove()
