@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,8 +38,11 @@ _LARGEST = 2**22  # numbers of a value up to which it is kept for the search
 class Values:
     """The values of a JAX program that have as many numbers as some tensor of the torch model."""
 
-    def __init__(self, wanted: Iterable[np.ndarray]) -> None:
+    def __init__(self, wanted: Sequence[np.ndarray]) -> None:
         sizes = {size for array in wanted for size in (array.size, _once(array).size)}
+        # What torch broadcasts along the batch, JAX may have made for each example.
+        lengths = {array.shape[0] for array in wanted if array.ndim}
+        sizes |= {array.size * n for array in wanted if array.shape[:1] == (1,) for n in lengths}
         self._arrays: dict[int, list[np.ndarray]] = {size: [] for size in sizes if 1 <= size <= _LARGEST}
         self._sorted: dict[int, np.ndarray] = {}
 
@@ -188,7 +191,7 @@ def locate(calls: list[ModuleCall], closed: Any, inputs: list[Any]) -> Location 
         for one in judged
         if one.error is not None and not one.found and not any(seen.node in settled for seen in one.call.outputs)
     ]
-    if not suspects:
+    if not any(one.learned or one is judged[-1] for one in suspects):
         return _returned(judged, returned)
     disagreeing = tuple(dict.fromkeys(one.call.name for one in suspects))
     culprit, sure = _culprit(suspects)
@@ -209,9 +212,12 @@ def _culprit(suspects: list[_Judged]) -> tuple[_Judged, bool]:
             return one, one.informed
         if one.learned and one.missing and not one.there and not any(seen.learned for seen in one.missing):
             # All that it was given was made without parameters, by a submodule that differs (a scaling of the inputs).
-            makers = [other for other in inner if not other.learned and not other.missing and other.feeds(one)]
-            if makers:
-                return makers[0], True
+            maker: _Judged | None = one
+            while maker is not None and maker.missing:
+                later = maker
+                maker = next((other for other in inner if not other.learned and other.feeds(later)), None)
+            if maker is not None:
+                return maker, True
     if not learned:
         return next((one for one in suspects if not one.missing), suspects[0]), True
     return learned[0], False
@@ -225,7 +231,7 @@ def _returned(judged: list[_Judged], returned: Values) -> Location | None:
     if all(error <= seen.tolerance for error, seen in zip(errors, outputs, strict=True)):
         return None
     last = [one for one in judged if any(_same(s, t) for s in one.call.outputs for t in outputs)]
-    return Location(last[0].call.name, "JAX computes its output, but returns other numbers.", max(errors))
+    return Location(last[0].call.name, "JAX computes its output, but returns other numbers.", max(errors), (), False)
 
 
 def _explain(culprit: _Judged, judged: list[_Judged], suspects: list[_Judged], values: Values) -> tuple[str, str]:

@@ -287,7 +287,7 @@ def _orient(found: dict[str, Source], leaves: Mapping[str, Any], state: State) -
             votes.setdefault(kind(path), Counter())[_way(telling[path][0][0], dim)] += 1
     everywhere = Counter[Way]()
     for name, counted in votes.items():
-        if "embed" not in name:
+        if not {"embed", "position"} & set(name.split()):  # tables are no kernels
             everywhere += counted
     for path, (choices, sure) in telling.items():
         dim, ballot = _part(found[path], state).dim(), votes.get(kind(path), Counter())
