@@ -487,7 +487,8 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
     free = [x for t in (a, b) for x in t.out if x not in t.places]
     free += [k for t in (a, b) for p in t.places.values() for k in p.labels]
     value = value * math.prod(sizes[x] for x in dict.fromkeys(table.get(x, x) for x in free) if x not in held)
-    return _scaled(_scaled(value, a.scale), b.scale)
+    one = jnp.ones((), value.dtype)
+    return value * _scaled(one, a.scale) * _scaled(one, b.scale)  # each by itself: together they might overflow
 
 
 def taken(f: Factor, label: Label, places: Places) -> Factor:
@@ -567,7 +568,7 @@ def balanced(term: Term) -> Term:
             sizes.append(Factor(size, (), f.batched))
             f = dataclasses.replace(f, array=array / size)
         factors.append(f)
-    return term.replace(factors=tuple(factors), scale=(*sizes, *term.scale))
+    return term.replace(factors=tuple(factors), scale=(*term.scale, *sizes))
 
 
 def _masked(value: Any, mask: Any) -> Any:

@@ -166,8 +166,13 @@ def _divide(ev: Any, e: Any) -> Lazy:
         return _scaled(ev, value, out.shape, 1 / jnp.asarray(number, wide(out.dtype)), ev.is_batched(other))
     if ev.is_batched(other):
         raise UnsupportedError("a quotient that differs between examples")
-    inverse = whole(1 / ev.array(other).astype(_of_products(out.dtype)), False)
-    return lazy(ev, value).map(lambda t: _product(t, inverse), out.shape)
+    inverse = 1 / ev.array(other).astype(_of_products(out.dtype))
+    # Its size apart, so that the factors are balanced where they are squared.
+    size = jnp.max(jnp.abs(inverse), initial=0)
+    size = jnp.where((size > 0) & jnp.isfinite(size), size, 1)
+    term = whole(inverse / size, False)
+    term = term.replace(scale=(*term.scale, Factor(size, (), False)))
+    return lazy(ev, value).map(lambda t: _product(t, term), out.shape)
 
 
 def _select(ev: Any, e: Any) -> Lazy:
