@@ -56,11 +56,12 @@ def compare(
     Derivatives are those of one number, the outputs' sum with fixed random weights, so that functions with any outputs
     have them.
 
-    Limits: in float64 an error counts from 1e-12 of its leaf's largest value on; where either side casts to float32
-    inside, from 64 units of float32's roundoff on. Dropout masks that the port does not draw by
-    ``jax.random.bernoulli``, one for each of torch's and in its order, do not fit. ``locate`` finds no difference that
-    is in derivatives alone, and does not look into ``while_loop``, ``cond`` and scans of more than 128 steps. The
-    guide "Checking a port" has more.
+    Limits: in float64 an error counts from 1e-12 of its leaf's largest value on. Where JAX alone computes in float32
+    all the same, it counts from 16 times the error of torch's own float32 in that leaf on (and 8 units of roundoff, 32
+    in leaves of less than 32 numbers); where torch casts to float32 inside, from 64 units on. Dropout masks that the
+    port does not draw by ``jax.random.bernoulli``, one for each of torch's and in its order, do not fit. ``locate``
+    finds no difference that is in derivatives alone, and does not look into ``while_loop``, ``cond`` and scans of more
+    than 128 steps. The guide "Checking a port" has more.
 
     Args:
         torch_fun: a module or function. A module's parameters and buffers are compared too; a function whose
@@ -78,8 +79,9 @@ def compare(
         engines: which of ``"record"`` and ``"torch2jax"`` to compare. The latter supports few operations, and is an
             opinion: what it says does not change the verdict.
         random_inputs: how many times to compare the outputs on random inputs of the same shapes and ranges as well.
-        locate: whether to name the first submodule whose output the JAX function does not compute. Needs a module.
-            Takes the memory of all intermediate values in float64: use a small batch.
+        locate: whether to name the first submodule whose output the JAX function does not compute, on two random
+            inputs as well where the given ones do not tell. Needs a module. Takes the memory of all intermediate
+            values in float64: use a small batch.
         seed: of the random weights, directions and inputs.
 
     Returns:
