@@ -89,7 +89,7 @@ def test_random_programs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 1600, 20))
+@pytest.mark.parametrize("first", range(1000, 3000, 20))
 def test_more_random_programs(first):
     check(range(first, first + 20))
 
