@@ -148,6 +148,30 @@ class Graph:
         """The ops of the forward half."""
         return [self.nodes[i].op for i in self.forward_nodes]  # type: ignore[union-attr]
 
+    def computes_as(self, other: Graph) -> bool:
+        """Whether the forward halves are the same ops on the same values."""
+        if len(self.forward_nodes) != len(other.forward_nodes) or len(self.outputs) != len(other.outputs):
+            return False
+        numbers = dict(zip([*self.inputs, *self.captured], [*other.inputs, *other.captured], strict=False))
+        numbers.update(zip(self.forward_nodes, other.forward_nodes, strict=True))
+
+        def same(mine: Any, theirs: Any) -> bool:
+            if type(mine) is Ref:
+                return type(theirs) is Ref and (numbers.get(mine.node), mine.item) == (theirs.node, theirs.item)
+            if type(mine) is Const:
+                return type(theirs) is Const and _same_array(mine.array, theirs.array)
+            return type(mine) is type(theirs) and (mine is theirs or repr(mine) == repr(theirs))
+
+        for i, j in zip(self.forward_nodes, other.forward_nodes, strict=True):
+            one, two = self.nodes[i], other.nodes[j]
+            assert one is not None
+            assert two is not None
+            if one.op is not two.op or len(one.leaves) != len(two.leaves) or one.draw != two.draw:
+                return False
+            if not all(map(same, one.leaves, two.leaves)):
+                return False
+        return all(map(same, self.outputs, other.outputs))
+
     def _recomputes(self, numbered: Sequence[int], start: int) -> bool:
         """Whether the backward half does again what the forward half did, as a checkpoint makes torch do."""
         first: dict[Any, int] = {}
@@ -226,6 +250,10 @@ def depend(nodes: Sequence[Node | None], values: Iterable[Value], inputs: set[in
             stack += node.refs()
         seen.add(i)
     return not seen.isdisjoint(inputs)
+
+
+def _same_array(one: np.ndarray, two: np.ndarray) -> bool:
+    return (one.dtype, one.shape) == (two.dtype, two.shape) and one.tobytes() == two.tobytes()
 
 
 def _is_view(op: Any) -> bool:

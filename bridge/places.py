@@ -134,12 +134,18 @@ class WrittenContainers:
     def __init__(self, walk: Walk) -> None:
         self._before = [(slot, container, _content(container)) for slot, container in walk.containers]
 
-    def remember(self) -> None:
-        """Leave lists that were appended to out of all further keys; what was changed otherwise is traced again."""
+    def appended(self) -> list[tuple[Slot, list[Any]]]:
+        """The lists that were appended to."""
+        found = []
         for slot, container, before in self._before:
             content = _content(container)
             if isinstance(container, list) and len(content) > len(before) and content[: len(before)] == before:
-                WRITTEN.add(slot)
+                found.append((slot, container))
+        return found
+
+    def remember(self) -> None:
+        """Leave lists that were appended to out of all further keys; what was changed otherwise is traced again."""
+        WRITTEN.update(slot for slot, _ in self.appended())
 
 
 def _content(container: Any) -> list[Any]:

@@ -199,3 +199,17 @@ def no_place_for_state(scratch: Scratch, walk: Walk) -> TraceError:
         f"{where}the function {what}, {_NO_MEANING}. Pass the state in as an argument and return the new one, or reset "
         "it at the start of the function (in training mode only: call .eval())."
     )
+
+
+def no_place_for_values(name: str, walk: Walk, once: bool) -> TraceError:
+    """The refusal to change what is no tensor and to compute with it."""
+    code = walk.user_code
+    where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+    if once:
+        return TraceError(
+            f"{where}the function appends to {name} and computes with what it holds, but a traced function runs once. "
+            "Pass in what changes as an argument, or keep a tensor."
+        )
+    return TraceError(
+        f"{where}the function changes {name} and computes with it, {_NO_MEANING}. Pass in what changes as an argument."
+    )

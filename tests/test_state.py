@@ -1026,3 +1026,75 @@ def test_gradients_that_are_read_and_weights_that_are_renormed_in_place() -> Non
     torch.testing.assert_close(got, want(x))
     assert layer.weight is weight
     torch.testing.assert_close(layer.weight, want.weight)
+
+
+class _Plain(nn.Module):
+    """What is no tensor, changed by the function."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.layer, self.count, self.started, self.log, self.change = nn.Linear(2, 2), 0, False, [], change
+        self.pair = [[1.0], [2.0]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.change(self, x)
+
+
+def _counts(net: _Plain, x: torch.Tensor) -> torch.Tensor:
+    net.count += 1
+    return net.layer(x) * net.count
+
+
+def _starts(net: _Plain, x: torch.Tensor) -> torch.Tensor:
+    if net.started:
+        return net.layer(x)
+    net.started = True
+    return net.layer(x) * 3
+
+
+def _exchanges(net: _Plain, x: torch.Tensor) -> torch.Tensor:
+    net.pair[0], net.pair[1] = net.pair[1], net.pair[0]
+    return net.layer(x) * net.pair[0][0]
+
+
+def _logs(net: _Plain, x: torch.Tensor) -> torch.Tensor:
+    net.log.append(1.0)
+    return net.layer(x) * len(net.log)
+
+
+def _only_counts(net: _Plain, x: torch.Tensor) -> torch.Tensor:
+    net.count += 1
+    net.log.append(1.0)
+    return net.layer(x)
+
+
+def _makes_tables(net: _Plain, x: torch.Tensor) -> torch.Tensor:
+    if not net.started:
+        net.started, net.table = True, torch.arange(2.0)
+    return net.layer(x) * net.table
+
+
+_SLICED: dict[str, Any] = {
+    "microbatch": lambda net, x: mt.microbatch(net, 0, 2, mt.AccumulationType.CONCAT)(x),
+    "chunked_vmap": lambda net, x: mt.chunked_vmap(net, 2)(x),
+    "micro_grad": lambda net, x: mt.micro_grad(lambda w, x: (net(x) * w).sum())(torch.ones(2), x)[0],
+}
+
+
+@pytest.mark.parametrize("name", ["chunked_vmap", *(pytest.param(n, marks=pytest.mark.slow) for n in _SLICED)])
+def test_numbers_that_a_function_changes_and_computes_with_have_no_place_in_slices(name: str) -> None:
+    x = torch.randn(4, 2)
+    for change in (_counts, _starts, _exchanges, _logs):
+        with pytest.raises(TypeError, match=r"test_state.py:\d+: the function changes .* and computes with it"):
+            _SLICED[name](_Plain(change), x)
+    for change in (_only_counts, _makes_tables):
+        net = _Plain(change)
+        for _ in range(2):
+            got = _SLICED[name](net, x)
+        if name != "micro_grad":
+            torch.testing.assert_close(got, net(x))
+
+
+def test_a_list_that_is_appended_to_is_not_computed_with() -> None:
+    with pytest.raises(TypeError, match=r"test_state.py:\d+: the function appends to log and computes with"):
+        as_torch(as_jax(_Plain(_logs)))(torch.ones(1, 2))
