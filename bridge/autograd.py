@@ -18,12 +18,12 @@ import torch
 from torch.autograd import forward_ad
 
 from . import torch_internals as ti
-from .captures import Key
-from .compilation import Flat, Mapped, Product, Program, Pushforward, memory_order
+from .compilation import Flat, Mapped, Product, Program, Pushforward, maps_function, memory_order
 from .context import Call, running
-from .errors import TraceError
 from .graph import Meta
 from .interception import recording
+from .keys import Key
+from .running import no_place_for_updates
 from .values import array_to_tensor, has_torch_dtype, jax_dtype, tensor_to_array, torch_dtype
 from .versions import enable_x64
 
@@ -41,7 +41,8 @@ def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[tor
         return _Transformed.apply(flat, key, *tensors)
     program = find_program(flat, tensors)
     if any(program.need):
-        return _present(program, _Differentiable.apply(flat, program, key, *tensors))
+        linked = [t.detach() if i in program.unlinked else t for i, t in enumerate(tensors)]
+        return _present(program, _Differentiable.apply(flat, program, key, *linked))
     return _present(program, program.forward(key, tensors)[0])
 
 
@@ -96,7 +97,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Flat, program: Program, key: Any, *tensors: torch.Tensor) -> Any:
         # A buffer that the call writes to: a second derivative starts from the value that it had.
-        before = [t.clone() if i in program.mutated else t for i, t in enumerate(tensors)]
+        before = [t.clone() if i in program.written else t for i, t in enumerate(tensors)]
         made, residuals = program.forward(key, tensors)
         # As tensors, so that torch frees, offloads or recomputes them as it does its own.
         crossing = [has_torch_dtype(r.dtype) for r in residuals]
@@ -194,12 +195,9 @@ class _Transformed(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, flat: Flat, key: Any, *tensors: torch.Tensor) -> Any:
         outline = flat.root.outline
         assert outline is not None
-        if outline.mutated:
-            raise TraceError(
-                "the function updates buffers in place (BatchNorm in training mode, a counter), which has no meaning "
-                "for one example of torch.func.vmap: call .eval() on the module, or use a layer without running "
-                "statistics (GroupNorm, LayerNorm)."
-            )
+        written = *outline.mutated, *(i for i, _ in outline.carried)
+        for i in written if maps_function(flat, in_dims[2:]) else ():
+            raise no_place_for_updates(flat.root.inputs[i], flat.root.walk)
         if outline.draws and info.randomness == "error":
             raise RuntimeError(
                 "vmap: called random operation while in randomness error mode. Please either use the 'same' or "

@@ -7,7 +7,8 @@ reads and drops writes, where eager CUDA stops the process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,36 +25,55 @@ _ALONG_ONE_AXIS = frozenset(
     f"aten.{name}"
     for name in (
         *("gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy"),
-        *("index_fill", "index_reduce"),
+        "index_reduce",
     )
 )
-_BY_SEVERAL = frozenset({"aten.index", "aten.index_put", "aten._unsafe_index", "aten._unsafe_index_put"})
+_BY_SEVERAL = frozenset(
+    {"aten.index", "aten.index_put", "aten._unsafe_index", "aten._unsafe_index_put", "aten._index_put_impl"}
+)
+# The place of the index among the arguments, and from the arguments the least index and the first that is too large.
+_OTHERS: dict[str, tuple[int, Callable[[Sequence[Any]], tuple[int, int]]]] = {
+    "aten.embedding": (1, lambda args: (0, args[0].shape[0])),
+    "aten.embedding_dense_backward": (1, lambda args: (0, args[2])),
+    # -1 ends the labels of a row
+    "aten.multilabel_margin_loss_forward": (1, lambda args: (-1, args[0].shape[-1] if args[0].ndim else 1)),
+    "aten.multilabel_margin_loss_backward": (2, lambda args: (-1, args[1].shape[-1] if args[1].ndim else 1)),
+    "aten.index_fill": (2, lambda args: (-(n := args[0].shape[args[1]] if args[0].ndim else 1), n)),
+    "aten.take": (1, lambda args: (-args[0].size, args[0].size)),
+    "aten.put": (1, lambda args: (-args[0].size, args[0].size)),
+    "aten.max_unpool2d": (1, lambda args: (0, math.prod(args[2]))),
+    "aten.max_unpool3d": (1, lambda args: (0, math.prod(args[2]))),
+}
 
 
 def checked(op: Any, args: Sequence[Any], line: str) -> Sequence[Any]:
     """The arguments of an op, its indices watched."""
-    name = str(getattr(op, "overloadpacket", op))
-    if name in _ALONG_ONE_AXIS:
-        x, dim, index = args[:3]
-        return [x, dim, _watch(index, x.shape[dim] if x.ndim else 1, 0, line), *args[3:]]
-    if name == "aten.embedding":
-        return [args[0], _watch(args[1], args[0].shape[0], 0, line), *args[2:]]
-    if name == "aten.multilabel_margin_loss_forward":  # -1 ends the labels of a row
-        x = args[0]
-        return [x, _watch(args[1], x.shape[-1] if x.ndim else 1, -1, line), *args[2:]]
-    if name in ("aten.take", "aten.put"):
-        return [args[0], _watch(args[1], args[0].size, -args[0].size, line), *args[2:]]
+    name = _name(op)
     if name in _BY_SEVERAL:
-        x, indices = args[:2]
-        watched, axis = [], 0
-        for index in indices:
-            is_mask = index is not None and getattr(index, "dtype", None) == np.bool_
-            if index is not None and not is_mask:
-                index = _watch(index, x.shape[axis], -x.shape[axis], line)
-            watched.append(index)
-            axis += index.ndim if is_mask else 1
-        return [x, watched, *args[2:]]
-    return args
+        return [args[0], _watch_several(args[0], args[1], line), *args[2:]]
+    if name in _ALONG_ONE_AXIS:
+        place, least, end = 2, 0, args[0].shape[args[1]] if args[0].ndim else 1
+    elif name in _OTHERS:
+        place, limits = _OTHERS[name]
+        least, end = limits(args)
+    else:
+        return args
+    return [*args[:place], _watch(args[place], end, least, line), *args[place + 1 :]]
+
+
+def _name(op: Any) -> str:
+    return str(getattr(op, "overloadpacket", op))
+
+
+def _watch_several(x: Any, indices: Sequence[Any], line: str) -> list[Any]:
+    watched, axis = [], 0
+    for index in indices:
+        is_mask = index is not None and getattr(index, "dtype", None) == np.bool_
+        if index is not None and not is_mask:
+            index = _watch(index, x.shape[axis], -x.shape[axis], line)
+        watched.append(index)
+        axis += index.ndim if is_mask else 1
+    return watched
 
 
 def _watch(index: Any, size: int, least: int, line: str) -> Any:

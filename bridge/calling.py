@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,18 +16,23 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .captures import Key, Walk, WrittenContainers, forked_child, is_traced, path_name, surroundings, written_count
+from .bindings import Basic, Bound, Effect, Given, entries, from_basic, is_row, leave
+from .captures import Walk, is_traced, surroundings
 from .compilation import Outline, Root, outline
-from .devices import start_jax
+from .devices import forked_child, start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
+from .graph import unusual_stride
 from .interception import Captured, is_traced_tensor, recording
-from .side_effects import write
+from .keys import Key
+from .names import read_count
+from .places import Place, WrittenContainers, path_name, written_count
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
 from .versions import weak_float
 
 _MADE = "__microtome_made__"
 _CACHE_SIZE = 256
+_AGAIN = 8  # times that a function is looked at anew, because it read by names that do not stand in it
 _MANY = 32  # compilations of one function after which a warning names it
 # Functions that need the values of the floats among their arguments, by their key and the arguments' structure.
 _STATIC_FLOATS: collections.OrderedDict[Any, None] = collections.OrderedDict()
@@ -100,11 +106,33 @@ def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], k
             key = outer.recorder.draw_number()
     if root.outline.strided is not None:
         _check_contiguous(root, outer)
-    outputs = apply(root, key, tensors)
+    if root.outline.mutated or root.outline.carried:
+        _check_apart(root)
     places = root.walk.places if root.outline.effects else []
-    for i, key, value in root.outline.effects:
-        write(places[i], key, value)
+    root.before = entries(root.outline.effects, places)
+    outputs = apply(root, key, tensors)
+    _leave(root, places, outputs)
     return to_torch_tree(root.outline.shape.join(outputs))
+
+
+def _leave(root: Root, places: list[Place], outputs: Sequence[Any]) -> None:
+    """Put what the call leaves behind into its places."""
+    left = root.outline
+    assert left is not None
+    for i, result in left.carried:
+        root.inputs[i].copy_(outputs[result])
+
+    def tensor(source: Basic) -> Any:
+        if isinstance(source, Given):
+            return root.inputs[source.index]
+        # A call that torch.func.vmap runs for each row gives no more than its results.
+        return outputs[source.index] if left.results == len(outputs) else None
+
+    def is_kept(effect: Effect) -> bool:
+        bases = effect.after.bases if isinstance(effect.after, Bound) else ()
+        return not any(tensor(base) is None or is_row(tensor(base)) for base in bases)
+
+    leave(list(filter(is_kept, left.effects)), places, from_basic(tensor))
 
 
 def _prepare(
@@ -141,6 +169,7 @@ def _prepare_as(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     split: tuple[list[Any], Structure],
+    again: int = _AGAIN,
 ) -> tuple[Root, list[torch.Tensor]]:
     leaves, structure = split
     if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
@@ -149,7 +178,8 @@ def _prepare_as(
     arguments = [_tensor(leaf, device) for leaf in leaves]
     floats = tuple(i for i, leaf in enumerate(leaves) if type(leaf) is float)
     walk = Walk(jax_fun, structure.fixed)
-    fixed = structure.treedef, structure.moves, floats, recompute, surroundings()
+    strides = tuple(map(unusual_stride, arguments))
+    fixed = structure.treedef, structure.moves, floats, recompute, surroundings(), strides
 
     def body(*arrays: Any) -> Any:
         args, kwargs = structure.join(weak_float(a) if i in floats else a for i, a in enumerate(arrays))
@@ -158,7 +188,7 @@ def _prepare_as(
     def prepared(hidden: list[torch.Tensor]) -> tuple[Root, list[torch.Tensor]]:
         root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk, recompute)
         root.has_floats = bool(floats)
-        return root, root.inputs
+        return root, list(map(ti.unwrap_if_dead, root.inputs))  # state may be left by a transform that is over
 
     grad = torch.is_grad_enabled()
     with torch._C.DisableTorchFunction():
@@ -171,19 +201,22 @@ def _prepare_as(
             if recording() is None:
                 _check_arguments(jax_fun, args, kwargs)
                 _check_captured(walk)
-            containers, written = WrittenContainers(walk), written_count()
+            containers, written, read = WrittenContainers(walk), written_count(), read_count()
             hidden = []
             while True:
                 root, tensors = prepared(hidden)
                 program = None if is_transformed(tensors) else find_program(root, tensors)
                 seen = outline(root, tensors) if program is None else program.outline
+                if read_count() != read and again:  # names that it puts together are followed from now on
+                    return _prepare_as(jax_fun, recompute, args, kwargs, split, again - 1)
                 if not seen.missing:
                     break
                 hidden += seen.missing
             containers.remember()
             if written_count() != written:  # the key leaves out now what the function was seen to write to
-                walk = Walk(jax_fun, structure.fixed)
+                before, walk = walk, Walk(jax_fun, structure.fixed)
                 signature = Key.of((walk.key, fixed, forms, grad))
+                seen = dataclasses.replace(seen, effects=_elsewhere(seen.effects, before.places, walk.places))
                 if program is not None:
                     keep(program, *prepared(hidden))
             found = _KNOWN[signature] = seen, [weakref.ref(t) for t in hidden]
@@ -196,13 +229,55 @@ def _prepare_as(
     return root, tensors
 
 
+def _elsewhere(effects: Sequence[Effect], before: Sequence[Place], places: Sequence[Place]) -> list[Effect]:
+    """The effects by the number of their places in another walk, which leaves out lists that a function appends to."""
+    numbers = {id(place.owner): i for i, place in enumerate(places)}
+    found = [(effect, numbers.get(id(before[effect.place].owner))) for effect in effects]
+    return [dataclasses.replace(effect, place=i) for effect, i in found if i is not None]
+
+
 def _check_inside(outline: Outline) -> None:
     """A call in a function that is being traced may compute, but not leave anything behind."""
-    if outline.mutated or outline.effects:
+    if outline.mutated or outline.carried or outline.effects:
         raise TraceError(
             f"{user_line()}: a compiled call inside a traced function updates buffers or Python state there, which "
             "would be lost. Call the torch function itself instead, or put the module into .eval() mode."
         )
+
+
+def _check_apart(root: Root) -> None:
+    """Refuse a write to a tensor whose memory another one shows too: the program has them as two."""
+    assert root.outline is not None
+    written = {*root.outline.mutated, *(i for i, _ in root.outline.carried)}
+    with torch._C.DisableTorchFunction():
+        spans = {
+            i: (t.untyped_storage().data_ptr(), *_span(t))
+            for i, t in enumerate(root.inputs)
+            if t.numel() and not is_traced_tensor(t)
+        }
+    for i in written & spans.keys():
+        memory, start, end = spans[i]
+        for j, (other, first, last) in spans.items():
+            if j != i and other == memory and first < end and start < last:
+                raise TraceError(
+                    f"the function writes in place to {_input_name(root, i)}, whose memory {_input_name(root, j)} "
+                    "shows too, and would not see there what was written. Make one of the other inside of the "
+                    "function, or write to a copy."
+                )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end in its memory, in bytes."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return start * size, int(start + last + 1) * size
+
+
+def _input_name(root: Root, i: int) -> str:
+    if i < root.count:
+        return f"tensor argument {i}"
+    path = root.walk.paths[i - root.count] if i - root.count < len(root.walk.paths) else None
+    return path_name(path) or "a captured tensor"
 
 
 def _check_contiguous(root: Root, outer: Captured | None) -> None:

@@ -14,10 +14,14 @@ import numpy as np
 import torch
 from jax.experimental.layout import Format, Layout
 
+from .bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, as_before, restore
 from .bounds import Failures
 from .captures import Walk
 from .context import Call, running
-from .differentiation import independent_outputs
+from .differentiation import dependent_outputs, read_inputs
+from .errors import TraceError
+from .graph import unusual_stride
+from .places import Place
 from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
@@ -61,7 +65,9 @@ class Root(Flat):
         self.inputs = [*arguments, *captured]
         with torch._C.DisableTorchFunction():
             self.device = common_device(self.inputs)
+            self.strides = [unusual_stride(t) for t in arguments]
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
+        self.before: list[Entry] = []  # what stood where the call has left something
         self.outline: Outline | None = None
 
     @property
@@ -72,13 +78,65 @@ class Root(Flat):
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
         call.key, call.has_floats = key, self.has_floats
         call.tensors.update({id(t): a for t, a in captured})
+        call.strides = {id(a): s for a, s in zip(arrays, self.strides, strict=False) if s is not None}
         call.enter_body()
-        outputs, call.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)
-        return [jnp.asarray(x) for x in outputs]
+        try:
+            results, call.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)
+        finally:
+            restore(call.before)
+            call.before.clear()
+        outputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
+        if not call.missing:
+            self._leave(call, arrays, outputs)
+        call.results = len(outputs)
+        return outputs
 
-    def position(self, tensor: torch.Tensor) -> int:
-        """Which input a captured tensor is."""
-        return next(i for i, t in enumerate(self.inputs) if t is tensor and i >= self.count)
+    def _leave(self, call: Call, arrays: Arrays, outputs: list[Any]) -> None:
+        """Add to the outputs what the call leaves behind."""
+
+        def made(array: Any) -> int:
+            known = next((i for i, o in enumerate(outputs) if o is array), None)
+            if known is None:
+                outputs.append(array)
+            return len(outputs) - 1 if known is None else known
+
+        def number(tensor: torch.Tensor) -> Basic:
+            given = self.position(tensor)
+            array = None if given is not None else call.tensors[id(tensor)]
+            if given is None:
+                given = next((i for i, a in enumerate(arrays[: self.count]) if a is array), None)
+            return Made(made(array)) if given is None else Given(given)
+
+        call.effects = []
+        values: dict[int, Any] = {}  # a container in two places is one
+        standing: dict[Any, Any] = {}  # what functions before have left
+        last: Any = None
+        for places, effect, tensor in call.left:
+            if places is not last:
+                last, values, standing = places, {}, {(e.place, e.key): e.after for e in call.effects}
+            after = effect.after
+            if isinstance(after, Bound):
+                renumbered = after.renumbered(lambda source, tensor=tensor: number(tensor(source)))  # type: ignore[misc]
+                after = values.setdefault(id(after), renumbered)
+            elif isinstance(after, Moved):
+                after = Moved(self._place(places[after.place], after.key), after.key)
+                after = standing.get((after.place, after.key), after)
+            number_of_place = self._place(places[effect.place], effect.key)
+            call.effects.append(dataclasses.replace(effect, place=number_of_place, after=after))
+        # What was left by one function and written to by the next is among the outputs already, with its final value.
+        written = [(self.position(t), value, has_history) for t, value, has_history in call.mutations]
+        call.updates = [(i, value) for i, value, has_history in written if i is not None and not has_history]
+        call.carried = [(i, made(value)) for i, value, has_history in written if i is not None and has_history]
+
+    def _place(self, place: Place, key: Any) -> int:
+        found = next((i for i, p in enumerate(self.walk.places) if p.owner is place.owner), None)
+        if found is None:
+            raise TraceError(f"the function writes to {place.name(key)}, which the call does not see: pass it in.")
+        return found
+
+    def position(self, tensor: torch.Tensor) -> int | None:
+        """Which input a tensor is."""
+        return next((i for i, t in enumerate(self.inputs) if t is tensor), None)
 
 
 class Product(Flat):
@@ -123,11 +181,18 @@ class Mapped(Flat):
         self.key = "mapped", axes, size, same_draws, base.key
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+        call.has_rows = call.has_rows or maps_function(self.base, self.axes)
+
         def run(row: Any, *arrays: Any) -> list[Any]:
             own = key if self.same_draws else jax.random.fold_in(key, row)
             return self.base.run(call, own, arrays)
 
         return jax.vmap(run, (0, *self.axes))(jnp.arange(self.size, dtype=jnp.uint32), *arrays)
+
+
+def maps_function(flat: Flat, axes: Sequence[int | None]) -> bool:
+    """Whether a map along these axes runs the function itself for each row, and not only a derivative of it."""
+    return any(axis is not None for axis in axes[: len(flat.root.inputs)])
 
 
 def pull_back(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Arrays) -> tuple[Any, Any, Any]:
@@ -137,7 +202,7 @@ def pull_back(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Ar
         outputs = flat.run(call, key, _merge(need, needed, arrays))
         kind = type(needed[0])
         call.moving = [type(o) is kind for o in outputs]  # the others depend on no needed input
-        return outputs, [value for _, value in call.mutations]
+        return outputs, [value for _, value in call.updates]
 
     return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
 
@@ -160,19 +225,20 @@ class Outline:
     """What a trace of a call has shown, whatever derivatives are taken of it."""
 
     shape: Structure  # of the results
+    results: int  # how many there are, with what is left behind
     draws: bool
-    mutated: list[int]  # inputs that are written to: buffers
-    effects: list[tuple[int, Any, Any]]  # place, key and value of what each call writes
+    mutated: list[int]  # inputs that take new values: buffers
+    carried: list[tuple[int, int]]  # inputs that take results as new values, with their history in autograd
+    effects: list[Effect]  # what each call leaves in places
     strided: str | None  # the line that asks for elements by their place in memory
     missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
 
     @classmethod
     def of(cls, call: Call, root: Root) -> Outline:
         assert call.shape is not None
-        mutated = [] if call.missing else [root.position(t) for t, _ in call.mutations]
-        owners = [place.owner for place in root.walk.places] if call.effects else []
-        effects = [(next(i for i, o in enumerate(owners) if o is e.place.owner), e.key, e.after) for e in call.effects]
-        return cls(call.shape, call.draws, mutated, effects, call.strided, call.missing)
+        mutated = [i for i, _ in call.updates]
+        left = mutated, call.carried, call.effects
+        return cls(call.shape, call.results, call.draws, *left, call.strided, call.missing)
 
 
 def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
@@ -180,7 +246,7 @@ def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
     call = Call({}, None, root.device, root.grad)
     with torch._C.DisableTorchFunction():
         avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for t in tensors]
-    with enable_x64(), running(call):
+    with enable_x64(), running(call), as_before(root.before):
         jax.eval_shape(lambda key, *arrays: root.run(call, key, arrays), _KEY, *avals)
     return Outline.of(call, root)
 
@@ -194,27 +260,38 @@ class Program:
     def __init__(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
         root = flat.root
         self.need = tuple(torch.is_grad_enabled() and is_differentiable(t) for t in tensors)
+        # Inputs that are no part of the graph for autograd: state that is only read as a number, or not read at all.
+        self.unlinked: set[int] = set()
         self.recompute = root.recompute and flat is root
         call = Call({}, None, root.device, root.grad)
         call.failures = self._failures = Failures()
         avals = _avals(tensors, root.device)
-        with enable_x64(), running(call):
+        with enable_x64(), running(call), as_before(root.before):
             if any(self.need) and not self.recompute:
                 self._compile_both(flat, call, avals)
             else:
                 self._compile_forward(flat, call, avals)
+        if call.missing and flat is not root:
+            raise RuntimeError(
+                "a tensor that the function captures was replaced by another one between the call and a derivative "
+                "that starts from its inputs"
+            )
         self.outline = Outline.of(call, root)
         self.mutated = self.outline.mutated if flat is root else []
+        self.written = {*self.mutated, *(i for i, _ in self.outline.carried)} if flat is root else set()
 
     def _compile_forward(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
         def forward(key: Any, *arrays: Any) -> Any:
             outputs = flat.run(call, key, arrays)
-            return outputs, [value for _, value in call.mutations] if flat is flat.root else [], []
+            return outputs, [value for _, value in call.updates] if flat is flat.root else [], []
 
         traced = jax.jit(forward).trace(_KEY, *avals)
         self.saved: list[int] = []
-        self.moving = [_inexact(aval.dtype) for aval in traced.out_info[0]]
+        depends = dependent_outputs(traced.jaxpr, [False, *self.need])
+        self.moving = [d and _inexact(aval.dtype) for d, aval in zip(depends, traced.out_info[0], strict=False)]
         self.absent_outputs = self._zero_gradients(flat, traced)
+        read = read_inputs(traced.jaxpr)[1:]
+        self.unlinked = {i for i, n in enumerate(self.need) if n and not read[i]}
         self._forward = None if call.missing else traced.lower().compile()
 
     def _compile_both(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
@@ -223,7 +300,7 @@ class Program:
         def forward(key: Any, *arrays: Any) -> Any:
             outputs, pull, updates = pull_back(flat, call, key, self.need, arrays)
             leaves, treedef = flatten(pull)
-            written = {flat.root.position(t) for t, _ in call.mutations if not call.missing}
+            written = {i for i, _ in (*call.updates, *call.carried)}
             # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
             which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
             kept[:] = [treedef, which]
@@ -244,7 +321,9 @@ class Program:
         if call.missing:
             return
         pulled = jax.jit(backward).trace([avals[i] for i in self.saved], residuals, outputs)
-        self._absent = independent_outputs(pulled.jaxpr, len(self.saved) + len(residuals))
+        self._absent = _independent(pulled.jaxpr, len(self.saved) + len(residuals))
+        needed = [i for i, n in enumerate(self.need) if n]
+        self.unlinked = {i for i, absent in zip(needed, self._absent, strict=True) if absent}
         self._forward, self._backward = traced.lower().compile(), pulled.lower().compile()
 
     @staticmethod
@@ -252,7 +331,7 @@ class Program:
         """Which outputs are gradients that do not depend on the cotangents: these are zero, and torch says None."""
         if flat.first_cotangent is None:
             return []
-        return independent_outputs(traced.jaxpr, flat.first_cotangent + 1)[: len(traced.out_info[0])]
+        return _independent(traced.jaxpr, flat.first_cotangent + 1)[: len(traced.out_info[0])]
 
     def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
         """Outputs and residuals; buffers are updated."""
@@ -277,6 +356,11 @@ class Program:
     def memory_analysis(self) -> Any:
         """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""
         return self._forward.memory_analysis()  # type: ignore[union-attr]
+
+
+def _independent(jaxpr: Any, first: int) -> list[bool]:
+    """Which results do not depend on the inputs from ``first`` on."""
+    return [not d for d in dependent_outputs(jaxpr, [i >= first for i in range(len(jaxpr.in_avals))])]
 
 
 def _inexact(dtype: Any) -> bool:

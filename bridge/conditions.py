@@ -34,7 +34,7 @@ class Condition:
 
 
 def asserted(message: str = "Expected Tensor with single nonzero value, but got zero") -> Condition:
-    """What ``torch._assert_async`` says of a flag."""
+    """A flag that has to be set: ``torch._assert_async``."""
     return Condition(lambda flag: flag != 0, lambda _: RuntimeError(message))
 
 
@@ -114,7 +114,7 @@ def reports_failure(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A condition on a value of a graph, with the user's line that asks it."""
+    """A condition, and the value of a graph that shows whether it holds."""
 
     condition: Condition
     evidence: Any  # a value of the graph
@@ -123,6 +123,9 @@ class Check:
 
 def required(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Condition]]:
     """The conditions that an op asks of its arguments."""
+    if op is aten.repeat_interleave.Tensor:
+        size = kwargs.get("output_size")
+        return [(args[0], Condition(lambda n: n.sum() == size, _says("allocated size does not match required size")))]
     if kwargs.get("hermitian"):  # by eigenvalues, which may be NaN
         return []
     asked = [(args[i], condition) for i, condition in _REQUIRED.get(op, ()) if i < len(args)]

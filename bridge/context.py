@@ -10,17 +10,28 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import torch
 from jax.extend.core import get_opaque_trace_state
 
+from . import torch_internals as ti
+from .values import torch_dtype
 from .versions import mapping_trace
 
 if TYPE_CHECKING:
-    from .side_effects import Effect
+    from .bindings import Basic, Effect, Entry
+    from .places import Place
+
+
+class Left(NamedTuple):
+    """What a function inside a call leaves in a place, and the tensors that stand for its inputs and results."""
+
+    places: Sequence[Place]
+    effect: Effect
+    tensor: Callable[[Basic], torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -34,22 +45,40 @@ class Call:
     state: Any = None  # the trace in which buffers may be written
     mapping: object = None
     missing: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    mutations: list[tuple[torch.Tensor, Any]] = dataclasses.field(default_factory=list)
-    effects: list[Effect] = dataclasses.field(default_factory=list)
+    # Captured tensors that are written to, their new values, and whether these have a history in autograd.
+    mutations: list[tuple[torch.Tensor, Any, bool]] = dataclasses.field(default_factory=list)
+    left: list[Left] = dataclasses.field(default_factory=list)
+    before: list[Entry] = dataclasses.field(default_factory=list)  # what stood in places that hold stand-ins now
+    stand_ins: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    has_rows: bool = False  # the call runs for each row of torch.func.vmap
+    effects: list[Effect] = dataclasses.field(default_factory=list)  # what each call leaves behind
+    carried: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # inputs that take results as new values
+    updates: list[tuple[int, Any]] = dataclasses.field(default_factory=list)  # inputs that take values without history
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     repeats: collections.Counter[Hashable] = dataclasses.field(default_factory=collections.Counter)
     draws: bool = False
     strided: str | None = None  # the line that asks for elements by their place in memory
     has_floats: bool = False  # Python floats among the arguments are inputs
+    strides: dict[int, tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )  # by id, of arguments in another order
     failures: Any = None  # where checks of indices report
     shape: Any = None  # the structure of the results
+    results: int = 0  # how many tensors the call gives, with what it leaves behind
     moving: list[bool] = dataclasses.field(default_factory=list)  # which outputs depend on a needed input
 
     def enter_body(self) -> None:
         """Mark the current trace as the one that runs the function once, from start to end."""
         self.state, self.mapping = get_opaque_trace_state(), mapping_trace()
-        self.mutations = []
+        self.mutations, self.left = [], []
         self.repeats.clear()
+
+    def stand_in(self, array: Any) -> torch.Tensor:
+        """A tensor that stands for an array while the call is traced: functions that capture it find the array."""
+        tensor = ti.blank(torch_dtype(array.dtype), array.shape, self.device)
+        self.tensors[id(tensor)] = array
+        self.stand_ins.append(tensor)
+        return tensor
 
     def in_body(self) -> bool:
         """Whether no transform (vmap, scan, grad of the user's) stands between the call and the current trace."""

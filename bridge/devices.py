@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from typing import NamedTuple
 
@@ -134,3 +135,19 @@ def _memory(device: torch.device) -> GpuMemory:
         stats.get("bytes_in_use"),
         stats.get("bytes_limit"),
     )
+
+
+def forked_child() -> bool:
+    """Whether this process was forked from one in which JAX was loaded."""
+    return _forked
+
+
+_forked = False
+
+
+def _mark_forked() -> None:
+    global _forked
+    _forked = "jax" in sys.modules
+
+
+os.register_at_fork(after_in_child=_mark_forked)

@@ -14,6 +14,7 @@ and its derivatives are again torch's. Every level is recorded when it is first 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,8 +27,9 @@ import torch
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from . import torch_internals as ti
 from .conditions import watched
+from .derivatives import jvp_rule, vjp_rule, with_captured
+from .errors import TraceError
 from .graph import Graph, Meta, read, run
 from .recording import record
 from .versions import enable_x64
@@ -41,10 +43,30 @@ class Source:
     Whoever traces the function holds this. The recordings, which JAX's caches keep for long, refer to it weakly.
     """
 
-    def __init__(self, fun: Callable[..., Sequence[torch.Tensor]], known: Sequence[torch.Tensor] = ()) -> None:
-        self.fun = fun
+    def __init__(
+        self,
+        fun: Callable[..., Sequence[torch.Tensor]],
+        known: Sequence[torch.Tensor] = (),
+        clocks: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``clocks`` says whether its code may read one; ``check`` refuses what its backward pass leaves behind."""
+        self.fun, self.clocks, self.check = fun, clocks, check
         self.captured = list(known)
         self.derived: dict[Any, tuple[TorchFunction, Source]] = {}
+
+    def record(
+        self, metas: Sequence[Meta], need: Sequence[bool], wants: Callable[[torch.Tensor], bool] = lambda _: False
+    ) -> tuple[Graph, list[torch.Tensor]]:
+        """Record the function, and the gradients that are needed."""
+        try:
+            recorded = record(self.fun, metas, need, self.captured, wants, self.clocks)
+        except BaseException:
+            with contextlib.suppress(TraceError):
+                self.check()
+            raise
+        self.check()
+        return recorded
 
 
 class TorchFunction:
@@ -71,8 +93,8 @@ class TorchFunction:
         self._programs: dict[Any, Any] = {}
         needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]
         needed += [Meta.of(t).differentiable and wants(t) for t in source.captured]
-        graph, source.captured = record(source.fun, self.arguments, needed, source.captured, wants)
-        self.metas = [*self.arguments, *(Meta.of(t) for t in source.captured)]
+        graph, source.captured = source.record(self.arguments, needed, wants)
+        self.metas = [*self.arguments, *(Meta.of_input(t) for t in source.captured)]
         self.first = graph
         self._graphs: dict[tuple[bool, ...], Graph] = {graph.need: graph}
         self.outputs = graph.output_metas
@@ -105,7 +127,7 @@ class TorchFunction:
         return self._graphs[need]
 
     def _record(self, need: tuple[bool, ...]) -> Graph:
-        graph, captured = record(self.source.fun, self.arguments, need, self.captured)
+        graph, captured = self.source.record(self.arguments, need)
         if len(captured) != len(self.captured):
             raise TypeError("a tensor is captured only while the function is differentiated; pass it as an argument")
         return graph
@@ -130,63 +152,17 @@ class TorchFunction:
     def _derive(self, kind: str, need: tuple[bool, ...], extra: list[Meta]) -> TorchFunction:
         source = self.source
         if (kind, need) not in source.derived:
-            rule = _vjp_rule if kind == "vjp" else _jvp_rule
-            call = functools.partial(_with_captured, source.fun, len(self.arguments), source.captured)
-            inputs, outputs, mutated = len(self.metas), self.differentiable(need), set(self.mutated)
+            rule = vjp_rule if kind == "vjp" else jvp_rule
+            mutated = set(self.mutated)
+            call = functools.partial(with_captured, source.fun, len(self.arguments), source.captured, mutated)
+            inputs, outputs = len(self.metas), self.differentiable(need)
 
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-                # Buffers are written once, by the function itself: a derivative writes to copies.
-                tensors = tuple(t.clone() if i in mutated else t for i, t in enumerate(tensors))
                 return rule(call, tensors[:inputs], tensors[inputs:], need, outputs)
 
-            inner = Source(derived)
+            inner = Source(derived, clocks=source.clocks, check=source.check)
             source.derived[kind, need] = TorchFunction(inner, [*self.metas, *extra]), inner
         return source.derived[kind, need][0]
-
-
-def _with_captured(fun: Any, count: int, captured: Sequence[torch.Tensor], *inputs: torch.Tensor) -> Any:
-    """Call ``fun`` with the captured tensors replaced by inputs."""
-    substitution = ti.Substitution(dict(zip(map(id, captured), inputs[count:], strict=True)))
-    with substitution, ti.entering_functorch(substitution.swap):
-        return fun(*inputs[:count])
-
-
-def _tracked(inputs: Sequence[torch.Tensor], need: Sequence[bool]) -> list[torch.Tensor]:
-    return [x if not n or x.requires_grad else x.detach().requires_grad_() for x, n in zip(inputs, need, strict=True)]
-
-
-def _vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any, moving: Sequence[int]) -> Sequence[torch.Tensor]:
-    inputs = _tracked(inputs, need)
-    wanted = [x for x, n in zip(inputs, need, strict=True) if n]
-    outputs = fun(*inputs)
-    pairs = [(outputs[i], c) for i, c in zip(moving, cotangents, strict=True) if outputs[i].requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) for x in wanted]
-    found = torch.autograd.grad(
-        [o for o, _ in pairs], wanted, [c for _, c in pairs], create_graph=True, allow_unused=True
-    )
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
-
-
-def _jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any, moving: Sequence[int]) -> Sequence[torch.Tensor]:
-    """J t as the derivative of u -> Jᵀu, which is linear in u: every op that torch can differentiate twice has it."""
-    inputs = _tracked(inputs, need)
-    wanted = [x for x, n in zip(inputs, need, strict=True) if n]
-    found_outputs = fun(*inputs)
-    outputs = [found_outputs[i] for i in moving]
-    live = [o for o in outputs if o.requires_grad]
-    cotangents = [torch.zeros_like(o, requires_grad=True) for o in live]
-    found = torch.autograd.grad(live, wanted, cotangents, create_graph=True, allow_unused=True) if live else ()
-    pairs = [(g, t) for g, t in zip(found, tangents, strict=False) if g is not None and g.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(o) for o in outputs]
-    pulled = iter(
-        torch.autograd.grad(
-            [g for g, _ in pairs], cotangents, [t for _, t in pairs], create_graph=True, allow_unused=True
-        )
-    )
-    moved = [next(pulled) if o.requires_grad else None for o in outputs]
-    return [torch.zeros_like(o) if p is None else p for o, p in zip(outputs, moved, strict=True)]
 
 
 # Programs: what the two primitives carry. Each takes a key first, then arrays.
@@ -470,10 +446,27 @@ for _primitive in (torch_call_p, torch_linear_p):
 ad.primitive_transposes[torch_linear_p] = _transpose
 
 
-def independent_outputs(jaxpr: Any, first: int) -> list[bool]:
-    """Which results of a closed jaxpr do not depend on its inputs from ``first`` on."""
-    jaxpr = jaxpr.jaxpr
-    return [not d for d in _depend(jaxpr, [i >= first for i in range(len(jaxpr.invars))])]
+def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Which results of a closed jaxpr depend on the inputs that are named."""
+    return _depend(jaxpr.jaxpr, inputs)
+
+
+def read_inputs(jaxpr: Any) -> list[bool]:
+    """Which inputs of a closed jaxpr its results are computed from."""
+    return _read(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+
+
+def _read(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
+    live = {v for v, o in zip(jaxpr.outvars, outputs, strict=True) if o and not isinstance(v, jex.Literal)}
+    for equation in reversed(jaxpr.eqns):
+        wanted = [v in live for v in equation.outvars]
+        if not any(wanted):
+            continue
+        read = [True] * len(equation.invars)
+        if equation.primitive.name in ("jit", "pjit"):
+            read = _read(equation.params["jaxpr"].jaxpr, wanted)
+        live.update(v for v, r in zip(equation.invars, read, strict=True) if r and not isinstance(v, jex.Literal))
+    return [v in live for v in jaxpr.invars]
 
 
 def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:

@@ -67,12 +67,20 @@ class FloatsAreStatic(Exception):
     """A torch function was given a float that a program takes as data: it needs the Python number."""
 
 
+class NoForwardMode(TraceError):
+    """The function has derivatives in reverse mode only."""
+
+
 class WrittenArgument(TraceError):
     """The function writes in place to the tensor argument of this number."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"the function writes to its tensor argument {index} in place; clone it first.")
         self.index = index
+
+
+class WrittenLeaf(TraceError):
+    """The function writes in place to a tensor that requires grad."""
 
 
 def frozen_number() -> TraceError:
@@ -97,3 +105,29 @@ def refuse_seed(*args: object, **kwargs: object) -> None:
         f"{user_line()}: torch.manual_seed inside a traced function: the function runs once, and each call of its "
         "program draws from a key of its own. Call torch.manual_seed before the call."
     )
+
+
+def refuse_tracer(*args: object) -> None:
+    """What entering a tracer of torch's is while a function is traced."""
+    raise TraceError(
+        f"{user_line()}: make_fx or torch.export inside a traced function would take its tensors for constants. Trace "
+        "outside and call the result here; for derivatives use torch.func.jvp or vjp."
+    )
+
+
+def memory_refusal(line: str, what: str) -> TraceError:
+    """The error for what asks where the elements of a tensor lie, or for the elements themselves."""
+    return TraceError(
+        f"{line}: {what} was asked of a tensor that depends on the arguments, which has no memory while its function "
+        "is traced. Stay in torch ops (torch.stack for a tensor made of tensors), or do this outside and pass the "
+        "result in."
+    )
+
+
+_NO_MEMORY = ("data pointer", "data ptr", "not allocated", "no data", "python storage", "storage of a tensor")
+
+
+def asks_for_memory(error: Exception) -> bool:
+    """Whether torch refused to give the memory of a tensor that has none."""
+    message = str(error)
+    return isinstance(error, (RuntimeError, NotImplementedError)) and any(part in message for part in _NO_MEMORY)

@@ -46,10 +46,16 @@ class Meta:
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: torch.device = _CPU
+    stride: tuple[int, ...] | None = None  # of an input that is not contiguous
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Meta:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.device)
+
+    @classmethod
+    def of_input(cls, tensor: torch.Tensor) -> Meta:
+        """With what the function may ask of the layout."""
+        return dataclasses.replace(cls.of(tensor), stride=unusual_stride(tensor))
 
     @property
     def aval(self) -> jax.core.ShapedArray:
@@ -58,6 +64,14 @@ class Meta:
     @property
     def differentiable(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+def unusual_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor that is not contiguous."""
+    with torch._C.DisableTorchFunction():
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous():
+            return None
+        return tensor.stride()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,9 +119,10 @@ class Graph:
         self.forward_checks = [c for c, is_later in zip(self.checks, later, strict=True) if not is_later]
         self.backward_checks = [c for c, is_later in zip(self.checks, later, strict=True) if is_later]
         evidence = [c.evidence for c in self.forward_checks]
-        forward = self._live([*self.outputs, *(value for _, value in self.mutations), *evidence])
+        roots = [*self.outputs, *(value for _, value in self.mutations), *evidence]
         evidence = [c.evidence for c in self.backward_checks] if any(self.need) else []
-        backward = self._live([*(g for g in self.gradients if g is not None), *evidence])
+        backward_roots = [*(g for g in self.gradients if g is not None), *evidence]
+        forward, backward = self._live(roots), self._live(backward_roots)
         after = set(range(start, len(self.nodes)))
         numbered = [i for i, node in enumerate(self.nodes) if node is not None]
         self.forward_nodes = [i for i in numbered if i in forward]
@@ -119,6 +134,19 @@ class Graph:
         self.saved = sorted(read, key=lambda ref: (ref.node, ref.item or 0))
         self.draws = any(self.nodes[i].draw is not None for i in numbered)  # type: ignore[union-attr]
         self.recomputes = self._recomputes(numbered, start)
+        from .rewriting import barriers
+
+        self.guarded_leaves, self.guarded_results = barriers(self.nodes, [*roots, *backward_roots])
+
+    def reads(self, captured: Iterable[int]) -> bool:
+        """Whether results depend on what some of the captured tensors hold."""
+        inputs = {self.captured[i] for i in captured}
+        return depend(self.nodes, [*self.outputs, *(value for _, value in self.mutations)], inputs)
+
+    @property
+    def forward_ops(self) -> list[Any]:
+        """The ops of the forward half."""
+        return [self.nodes[i].op for i in self.forward_nodes]  # type: ignore[union-attr]
 
     def _recomputes(self, numbered: Sequence[int], start: int) -> bool:
         """Whether the backward half does again what the forward half did, as a checkpoint makes torch do."""
@@ -177,6 +205,29 @@ class Graph:
         return metas
 
 
+# Ops that take no more than dtype and shape from a tensor.
+_OF_FORM = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+    )
+)
+
+
+def depend(nodes: Sequence[Node | None], values: Iterable[Value], inputs: set[int]) -> bool:
+    """Whether some of the values are computed from what some of the inputs hold."""
+    stack = [value.node for value in values if isinstance(value, Ref)]
+    seen: set[int] = set()
+    while stack:
+        i = stack.pop()
+        node = nodes[i]
+        if i not in seen and node is not None and str(getattr(node.op, "overloadpacket", node.op)) not in _OF_FORM:
+            stack += node.refs()
+        seen.add(i)
+    return not seen.isdisjoint(inputs)
+
+
 def _is_view(op: Any) -> bool:
     schema = getattr(op, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
@@ -188,6 +239,9 @@ def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Arra
         node = graph.nodes[i]
         assert node is not None
         leaves = [read(values, leaf) if type(leaf) in (Ref, Const) else leaf for leaf in node.leaves]
+        places = graph.guarded_leaves.get(i, ())
+        for j in places:
+            leaves[j] = _apart(leaves[j], node, j)
         args, kwargs = node.spec.unflatten(leaves)
         draw_key = None if node.draw is None else jax.random.fold_in(key, node.draw)
         try:
@@ -196,9 +250,18 @@ def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Arra
         except (TypeError, ValueError, NotImplementedError, AssertionError, AttributeError, IndexError) as error:
             raise TypeError(f"{node.line}: {node.op} could not be expressed in JAX: {error}") from error
         if node.single:
-            values[i] = _as_eager(result, node.results[0])
+            value = _as_eager(result, node.results[0])
+            values[i] = jax.lax.optimization_barrier(value) if i in graph.guarded_results else value
         else:
             values[i] = [_as_eager(r, meta) for r, meta in zip(result, node.results, strict=True)]
+
+
+def _apart(operand: Any, node: Node, place: int) -> Any:
+    """An operand of an elementwise op, out of the sight of XLA's simplifier; a divisor is spread out before."""
+    meta = node.results[0]
+    if place == 1 and meta is not None:
+        operand = jnp.broadcast_to(operand, meta.shape)
+    return jax.lax.optimization_barrier(operand)
 
 
 def read(values: dict[int, Any], value: Value) -> jax.Array:

@@ -15,10 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
-from .errors import TraceError, user_line
-from .graph import Meta
+from .errors import TraceError, memory_refusal, user_line
+from .graph import Meta, Value, depend
 from .lowerings.functions import REPLACEMENTS
-from .recorder import Recorder
+from .lowerings.packing import PACKED, is_packed
+from .recorder import Cut, Recorder
 
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MASKS = (torch.bool, torch.uint8)
@@ -28,11 +29,23 @@ _VALUE_METHODS = {
     torch.Tensor.tolist: ".tolist()",
     torch.Tensor.__format__: "a formatted number",
 }
+_MEMORY_METHODS = {
+    torch.Tensor.data_ptr: ".data_ptr()",
+    torch.Tensor.storage: ".storage()",
+    torch.Tensor.untyped_storage: ".untyped_storage()",
+    torch.Tensor.__dlpack__: "DLPack",
+    torch.Tensor.share_memory_: ".share_memory_()",
+    torch.Tensor.is_shared: ".is_shared()",
+    torch.Tensor.is_pinned: ".is_pinned()",
+    torch.Tensor.is_set_to: ".is_set_to()",
+}
 
 _STRIDED = (
     *(torch.as_strided, torch.as_strided_, torch.as_strided_copy, torch.as_strided_scatter),
     *(torch.Tensor.as_strided, torch.Tensor.as_strided_, torch.Tensor.as_strided_scatter),
+    torch.Tensor.storage_offset,
 )
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -60,32 +73,21 @@ def is_update_of(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
     return current is not None and current.stand_ins.get(id(captured)) is tensor
 
 
-def as_outside(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor of the current trace as one with values, if it depends on no input; None if it has none."""
-    current = recording()
-    if current is None:
-        return tensor
-    with torch._C.DisableTorchFunction():
-        recorder = current.recorder
-        inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
-        if ti.is_functorch_wrapped_tensor(inner) or not recorder.is_constant(inner):
-            return None
-        return inner if inner is tensor else inner.clone()
-
-
 class Captured:
     """The tensors that a function captures, in the order in which it met them, each with its recorded stand-in."""
 
     def __init__(
-        self, recorder: Recorder, known: Sequence[torch.Tensor], wants: Callable[[torch.Tensor], bool]
+        self, recorder: Recorder, known: Sequence[torch.Tensor], wants: Callable[[torch.Tensor], bool], copies: bool
     ) -> None:
-        self.recorder, self.wants = recorder, wants
-        self.refusal: TraceError | None = None
+        """With ``copies``, a stand-in of a tensor that has a history may be written to in place, as the tensor may."""
+        self.recorder, self.wants, self.copies = recorder, wants, copies
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.tensors = list(known)
         self.rows: list[Row] = []
         self.inputs: list[torch.Tensor] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
+        self.leaves: dict[int, torch.Tensor] = {}  # to which the gradients belong
+        self.initial: list[Value] = []  # of the stand-ins
 
     def __enter__(self) -> Captured:
         _ACTIVE.recordings.append(self)
@@ -94,6 +96,36 @@ class Captured:
     def __exit__(self, *error: object) -> None:
         _ACTIVE.recordings.pop()
 
+    def finals(self) -> list[Value]:
+        """What the captured tensors hold now."""
+        with torch._C.DisableTorchFunction():
+            stand_ins: list[Any] = [self.stand_ins[id(t)] for t in self.tensors]
+            inner: list[Any] = [ti.from_fun(t) if isinstance(t, ti.FunctionalTensor) else t for t in stand_ins]
+            return [self.recorder.value(t) for t in inner]
+
+    def position(self, tensor: torch.Tensor) -> int | None:
+        """Which captured tensor this is or stands for; what was not made inside is captured now."""
+        for i, known in enumerate(self.tensors):
+            if tensor is known or tensor is self.stand_ins[id(known)]:
+                return i
+        if self.stand_in(tensor) is tensor:
+            return None
+        return len(self.tensors) - 1
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor that was made inside, if it depends on no input."""
+        inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
+        return inner.clone() if self.recorder.is_constant(inner) else None
+
+    def depend_on(self, sources: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether some of the tensors are computed from captured ones among the sources."""
+        where = self.recorder.where
+        shown = [id(ti.from_fun(self.stand_in(t))) for t in tensors]
+        inner = {id(t): x for t, x in zip(self.tensors, self.inputs, strict=True)}
+        wanted = {where[id(inner[id(s)])].node for s in sources if id(s) in inner}
+        made = [where[i] for i in shown if i in where]
+        return depend(self.recorder.nodes, made, wanted)
+
     def check_rows(self, used: Any) -> None:
         """Refuse what is used of rows that are copies here and would be views in torch."""
         tensors = [leaf for leaf in ti.torch_pytree.tree_leaves(used) if isinstance(leaf, torch.Tensor)]
@@ -101,10 +133,14 @@ class Captured:
             row.check_use(tensors)
 
     def add(self, tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
-        inner = self.recorder.input(Meta.of(tensor))
-        stand_in = ti.to_fun(inner).requires_grad_(differentiable)
+        inner = self.recorder.input(Meta.of_input(tensor))
+        leaf = stand_in = ti.to_fun(inner).requires_grad_(differentiable)
+        if self.copies and tensor.grad_fn is not None:
+            stand_in = leaf.clone()
         self.inputs.append(inner)
-        self.stand_ins[id(tensor)] = stand_in
+        self.leaves[id(tensor)], self.stand_ins[id(tensor)] = leaf, stand_in
+        inner = ti.from_fun(stand_in)  # type: ignore[assignment]
+        self.initial.append(self.recorder.value(inner))
         return stand_in
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -185,19 +221,27 @@ class Interception(TorchFunctionMode):
     def __init__(self, captured: Captured) -> None:
         super().__init__()
         self.recorder, self.captured = captured.recorder, captured
+        self.recording_backward = False  # whether autograd records the backward pass that runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return self._run(func, args, kwargs or {})
-        except TraceError as error:
-            self.captured.refusal = error  # Tensor's operators turn a TypeError into NotImplemented
-            raise
+        start = len(self.recorder.nodes)
+        with self.recorder.noting_refusals():
+            result = self._run(func, args, kwargs or {})
+        if self.recording_backward and ti.in_backward():
+            self.recorder.in_backward.update(range(start, len(self.recorder.nodes)))
+            self._note_cuts(result)
+        return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func == _GET_GRAD:
+            self._refuse_grad(args[0])
+        given = args
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
         if self.captured.rows:
             self.captured.check_rows((args, kwargs))
         if func in _VALUE_METHODS and args[1:] != ("",):  # f"{x}" shows the tensor as it is
+            return self._constant_value(func, *args, **kwargs)
+        if func in _MEMORY_METHODS:
             return self._constant_value(func, *args, **kwargs)
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -214,9 +258,50 @@ class Interception(TorchFunctionMode):
         if func == _SET_DATA:  # every look at a descriptor makes a new object: equal, not the same
             return self._set_data(*args)
         if func is torch.autograd.grad:
-            with ti.function_modes_in_backward(), self:
-                return func(*args, **kwargs)
-        return REPLACEMENTS.get(func, func)(*args, **kwargs)
+            outer, self.recording_backward = self.recording_backward, bool(kwargs.get("create_graph"))
+            try:
+                with ti.function_modes_in_backward(), self:
+                    return func(*args, **kwargs)
+            finally:
+                self.recording_backward = outer
+        if func is torch.Tensor.register_hook:
+            return func(args[0], self._noting(*args[1:], **kwargs))
+        if is_packed(func, args):
+            return PACKED[func](args[0], self._lengths(args[1]), *args[2:], **kwargs)
+        result = REPLACEMENTS.get(func, func)(*args, **kwargs)
+        # What works in place hands back the very tensor, as the caller knows it.
+        return given[0] if args and result is args[0] and isinstance(given[0], torch.Tensor) else result
+
+    def _refuse_grad(self, tensor: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            if is_traced_tensor(tensor) or id(tensor) in self.recorder.where:
+                return
+        raise TraceError(
+            f"{user_line()}: the function reads .grad of a tensor that it captures, which is another one at each call. "
+            "Pass the gradient in as an argument."
+        )
+
+    def _note_cuts(self, result: Any) -> None:
+        """Remember what a user's backward pass computed without autograd, which is asked for its derivative."""
+        for tensor in ti.torch_pytree.tree_leaves(result):
+            if isinstance(tensor, ti.FunctionalTensor) and Meta.of(tensor).differentiable:
+                with torch._C.DisableTorchFunction():
+                    tracked = tensor.requires_grad
+                node = None if tracked else self.recorder.node_of(tensor)
+                if node is not None:
+                    self.recorder.cuts.append(Cut(node, user_line(), not torch.is_grad_enabled()))
+
+    def _noting(self, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """The hook, which is remembered where it changes a gradient."""
+        line = user_line()
+
+        def noted(gradient: torch.Tensor) -> Any:
+            result = hook(gradient)
+            if result is not None and result is not gradient:
+                self.recorder.hooked.append(line)
+            return result
+
+        return noted
 
     def _is_number(self, index: Any) -> bool:
         """Whether an index is a whole number that depends on the arguments."""
@@ -234,6 +319,16 @@ class Interception(TorchFunctionMode):
             )
         tensor.detach().copy_(value.detach())
 
+    def _lengths(self, tensor: torch.Tensor) -> Any:
+        try:
+            return self._constant_value(torch.Tensor.tolist, tensor)
+        except TraceError:
+            raise TraceError(
+                f"{user_line()}: the lengths of a packed sequence are a tensor that depends on the arguments or is "
+                "captured, and the shape of the result depends on them. Give them as a Python list, of which each new "
+                "one compiles, or keep the padding and mask it."
+            ) from None
+
     def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             inner = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
@@ -244,6 +339,8 @@ class Interception(TorchFunctionMode):
             ):
                 with ti.no_dispatch():
                     return func(inner, *args, **kwargs)
+        if func in _MEMORY_METHODS:
+            raise memory_refusal(user_line(), _MEMORY_METHODS[func])
         raise TraceError(
             f"{user_line()}: {_VALUE_METHODS[func]} was asked of a tensor that depends on the arguments. A traced "
             "function runs once and must not depend on values: stay in torch ops, or compute it outside and pass it in."

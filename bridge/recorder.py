@@ -6,11 +6,14 @@ What depends on an input becomes a node of the graph; what does not runs in eage
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,6 +34,15 @@ _STRIDED = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
 _INDEXING = (aten.index, aten.index_put, aten._unsafe_index, aten._unsafe_index_put)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A value that a user's backward pass computed, of which autograd knows nothing although it records that pass."""
+
+    node: int
+    line: str
+    without_grad: bool  # under no_grad, not by detach
+
+
 class Recorder(ti.TorchDispatchMode):
     """Writes down the ops that depend on an input; runs the others."""
 
@@ -42,7 +54,12 @@ class Recorder(ti.TorchDispatchMode):
         self.nodes: list[Node | None] = []
         self.where: dict[int, Ref] = {}
         self.keep: list[torch.Tensor] = []  # ids stay unique while their tensors live
+        self.in_backward: set[int] = set()  # nodes of a user's own backward passes, where autograd records them
+        self.cuts: list[Cut] = []
+        self.hooked: list[str] = []  # lines of hooks that changed a gradient
+        self.pushes_forward = False  # whether torch's forward mode computes the tangents
         self.draws: dict[str, int] = {}
+        self.refusal: TraceError | None = None  # Tensor's operators, C++ and the function itself may catch it
         self.checks: list[Check] = []
         self.core = ti.core_decompositions()
 
@@ -51,8 +68,7 @@ class Recorder(ti.TorchDispatchMode):
         return True
 
     def input(self, meta: Meta) -> torch.Tensor:
-        with ti.no_dispatch(), self.fake:
-            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        tensor = self._without_values(meta, meta.stride)
         self.nodes.append(None)
         self._bind(tensor, Ref(len(self.nodes) - 1))
         return tensor
@@ -62,14 +78,42 @@ class Recorder(ti.TorchDispatchMode):
         ref = self.where.get(id(tensor))
         return ref if ref is not None else Const(_snapshot(tensor))
 
+    def node_of(self, tensor: torch.Tensor) -> int | None:
+        """The node that made a tensor, which may be one above functionalisation."""
+        with torch._C.DisableTorchFunction():
+            inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
+            ref = self.where.get(id(inner))
+        return None if ref is None else ref.node
+
+    def line_of(self, node: int | None) -> str:
+        """The user's line that made a node."""
+        made = None if node is None else self.nodes[node]
+        return user_line() if made is None else made.line
+
     def is_constant(self, tensor: torch.Tensor) -> bool:
         return id(tensor) not in self.where and not isinstance(tensor, ti.FakeTensor)
 
+    supports_higher_order_operators = True  # to refuse them by name
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # what runs down here is torch's own, not the user's
+        with torch._C.DisableTorchFunction(), self.noting_refusals():  # what runs down here is torch's, not the user's
             return self._dispatch(func, args, kwargs or {})
 
+    @contextlib.contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Remember a refusal, in case that it does not get through."""
+        try:
+            yield
+        except TraceError as error:
+            self.refusal = error
+            raise
+
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise TraceError(
+                f"{user_line()}: {func} (control flow such as torch.cond, or a custom op that writes to its arguments) "
+                "cannot be expressed in JAX. Use torch ops there, or do this outside and pass the result in."
+            )
         tensors = [t for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(isinstance(t, ti.FunctionalTensor) for t in tensors):
             return NotImplemented
@@ -212,6 +256,13 @@ class Recorder(ti.TorchDispatchMode):
                 "program cannot express. Keep the shape fixed: a mask with torch.where, or a weighted sum."
             ) from None
         except Exception as error:
+            if func.namespace not in ("aten", "prims", "microtome"):
+                raise TraceError(
+                    f"{user_line()}: {func} is a custom op that cannot be traced ({error}). Use torch ops there, or "
+                    "compute this part outside of the function and pass the result in."
+                ) from error
+            if func is aten.view.default and isinstance(error, ValueError):
+                raise RuntimeError(f"{user_line()}: view: {error} Use .reshape(...), as torch says too.") from error
             error.add_note(f"while microtome traced {user_line()}")
             raise
         outs = ti.torch_pytree.tree_leaves(out)
@@ -229,21 +280,53 @@ class Recorder(ti.TorchDispatchMode):
         owned = [self._own(o, tensors, Ref(index, j)) if isinstance(o, torch.Tensor) else o for j, o in enumerate(outs)]
         return ti.torch_pytree.tree_unflatten(owned, ti.torch_pytree.tree_structure(out))
 
-    def call(self, op: Any, tensors: Sequence[torch.Tensor], results: Sequence[Meta], draw: int | None) -> list[Any]:
+    def call(
+        self,
+        op: Any,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[Meta],
+        draw: int | None,
+        more: tuple[Value, ...] = (),
+    ) -> list[Any]:
         """Write down a call of another compiled function; what it returns, as tensors of this trace."""
         with torch._C.DisableTorchFunction():
             inner: list[Any] = [ti.from_fun(t.detach()) if isinstance(t, ti.FunctionalTensor) else t for t in tensors]
-            values = tuple(map(self.value, inner))
+            values = (*map(self.value, inner), *more)
             index = len(self.nodes)
             spec = _Spec(ti.torch_pytree.tree_structure((values, {})))
             self.nodes.append(Node(op, values, spec, tuple(results), False, draw, user_line()))
             outs = []
             for j, meta in enumerate(results):
-                with ti.no_dispatch(), self.fake:
-                    out = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+                out = self._without_values(meta)
                 self._bind(out, Ref(index, j))
                 outs.append(ti.to_fun(out))
             return outs
+
+    def after_latest(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, to be read only once what was recorded last has been computed."""
+        held = self._latest()
+        if held is None or not tensors:
+            return list(tensors)
+        results = [Meta.of(t) for t in tensors]
+        made = self.call(Barrier(), tensors, results, None, (held,))
+        return [new.requires_grad_(t.requires_grad) for new, t in zip(made, tensors, strict=True)]
+
+    def _latest(self) -> Ref | None:
+        """The tensor that was recorded last."""
+        for i in reversed(range(len(self.nodes))):
+            node = self.nodes[i]
+            for item, meta in enumerate(() if node is None else node.results):
+                if node is not None and meta is not None:
+                    return Ref(i, None if node.single else item)
+        return None
+
+    def _without_values(self, meta: Meta, stride: Sequence[int] | None = None) -> ti.FakeTensor:
+        """A tensor without memory: what escaped the recorder would compute on values that nobody wrote."""
+        with torch._C.DisableTorchFunction(), ti.no_dispatch():
+            shape = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            if stride is not None:
+                shape = torch.empty_strided(meta.shape, stride, dtype=meta.dtype, device="meta")
+            return ti.FakeTensor(self.fake, shape, meta.device)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
@@ -253,8 +336,7 @@ class Recorder(ti.TorchDispatchMode):
 
     def _own(self, out: torch.Tensor, tensors: list[torch.Tensor], ref: Ref) -> torch.Tensor:
         if any(out is t for t in tensors):  # an op that hands its argument back must not rebind it
-            with ti.no_dispatch(), self.fake:
-                out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+            out = self._without_values(Meta.of(out), out.stride())
         self._bind(out, ref)
         return out
 
@@ -269,6 +351,25 @@ class Recorder(ti.TorchDispatchMode):
             number = self.draws.setdefault(state, len(self.draws))
             torch.rand(1)  # the next draw finds the generator moved on
         return number
+
+
+class Barrier:
+    """Values that wait for another: XLA neither merges what is computed from them with what was before, nor starts it.
+
+    Without it, all second passes of checkpoints could run at once, which would take the memory that they are to save.
+    """
+
+    def lower(self, *arrays: Any, _results: Sequence[Any], _key: Any) -> Any:
+        *values, latest = jax.lax.optimization_barrier(arrays)
+        if jax.default_backend() != "cpu" or not latest.size:
+            return values
+        # XLA's CPU compiler drops a barrier before it merges. It does not know that of 64 bits none is the 65th.
+        bits = latest.ravel()[0]
+        bits = bits.real if jnp.iscomplexobj(bits) else bits
+        bits = bits.astype(jnp.uint8) if bits.dtype == jnp.bool_ else bits
+        whole = bits if jnp.issubdtype(bits.dtype, jnp.integer) else bits.view(f"uint{8 * bits.dtype.itemsize}")
+        zero = jax.lax.population_count(whole) >> 7
+        return [x | zero.astype(x.dtype) if x.dtype == jnp.bool_ else x * (1 - zero).astype(x.dtype) for x in values]
 
 
 class _Spec:

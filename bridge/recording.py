@@ -22,10 +22,21 @@ import numpy as np
 import torch
 
 from . import torch_internals as ti
-from .errors import TraceError, WrittenArgument, frozen_number, refuse_seed
-from .graph import Graph, Meta, Value
+from .checkpoints import recorded_checkpoints
+from .errors import (
+    TraceError,
+    WrittenArgument,
+    WrittenLeaf,
+    asks_for_memory,
+    frozen_number,
+    memory_refusal,
+    refuse_seed,
+    user_line,
+)
+from .graph import Graph, Meta, Ref, Value
 from .interception import Captured, Interception, is_traced_tensor, recording
 from .recorder import Recorder
+from .watching import watching
 
 aten = torch.ops.aten
 
@@ -44,6 +55,7 @@ def record(
     need: Sequence[bool],
     known: Sequence[torch.Tensor],
     wants: Callable[[torch.Tensor], bool] = lambda _: False,
+    clocks: bool = False,
 ) -> tuple[Graph, list[torch.Tensor]]:
     """Record ``fun(*tensors) -> tensors`` and, for the inputs that ``need`` names, its vector-Jacobian product.
 
@@ -53,6 +65,7 @@ def record(
         need: one flag for each argument and each tensor of ``known``: record its gradient.
         known: captured tensors found by an earlier recording, in order.
         wants: whether to record the gradient of a captured tensor that is met for the first time.
+        clocks: whether the function's code may read a clock.
 
     Returns:
         The graph, and the captured tensors: ``known`` and then whatever was met for the first time.
@@ -63,11 +76,12 @@ def record(
     ti.load_dynamo()
     with _LOCK, _apart_from_callers():
         try:
-            return _record_once(fun, metas, need, known, wants)
+            with watching(clocks):
+                return _record_leaves(fun, metas, need, known, wants)
         except TraceError as error:
             # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
-            with ti.compiling(), contextlib.suppress(Exception):
-                return _record_once(fun, metas, need, known, wants)
+            with ti.compiling(), contextlib.suppress(Exception), watching(clocks):
+                return _record_leaves(fun, metas, need, known, wants)
             raise error
 
 
@@ -110,34 +124,67 @@ def _unchanged_generators() -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tuple[Graph, list[torch.Tensor]]:
+def _record_leaves(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tuple[Graph, list[torch.Tensor]]:
+    try:
+        return _record_once(fun, metas, need, known, wants)
+    except WrittenLeaf:
+        # To record a gradient every captured tensor is a leaf, which one that has a history is not outside.
+        try:
+            return _record_once(fun, metas, need, known, wants, copies=True)
+        except WrittenLeaf as error:
+            raise TraceError(str(error)) from error.__cause__
+
+
+@contextlib.contextmanager
+def _naming_refusals(recorder: Recorder) -> Iterator[None]:
+    """A refusal comes out as it was, whatever became of it on its way; so does what torch refuses for our tensors."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        if recorder.refusal is not None:
+            raise recorder.refusal from error
+        if asks_for_memory(error):
+            raise memory_refusal(user_line(error), "the memory") from error
+        raise
+
+
+def _record_once(
+    fun: Any, metas: Any, need: Any, known: Any, wants: Any, copies: bool = False
+) -> tuple[Graph, list[torch.Tensor]]:
     recorder = Recorder()
-    captured = Captured(recorder, known, wants)
+    captured = Captured(recorder, known, wants, copies)
     inner = [recorder.input(meta) for meta in metas]
-    with _unchanged_generators(), ti.plain_kernels(), torch.enable_grad(), recorder, _Functionalisation():
+    with (
+        _naming_refusals(recorder),
+        _unchanged_generators(),
+        ti.plain_kernels(),
+        ti.without_other_tracers(),
+        recorded_checkpoints(recorder),
+        torch.enable_grad(),
+        recorder,
+        _Functionalisation(),
+    ):
         arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
         for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
             captured.add(tensor, differentiable or tensor.requires_grad)
         interception = Interception(captured)
         with interception, captured, ti.entering_functorch(captured.stand_in):
-            try:
-                outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
-            except TypeError as error:
-                if captured.refusal is None or isinstance(error, TraceError):
-                    raise
-                raise captured.refusal from error
+            outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
             with torch._C.DisableTorchFunction():  # to ask for a version is a use as well
                 for row in captured.rows:
                     row.check_use(outputs)
                     row.check_writes()
-            if captured.refusal is not None:  # the function caught it, and went another way than it would in torch
-                raise captured.refusal
+            if recorder.refusal is not None:  # the function caught it, and went another way than it would in torch
+                raise recorder.refusal
             differentiable = [o.requires_grad for o in outputs]
             cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
             wanted = [a for a, n in zip(arguments, need, strict=False) if n]
             new = captured.tensors[len(known) :]
             need = [*need, *(Meta.of(t).differentiable and wants(t) for t in new)]
             wanted_captured = [t for t, n in zip(captured.tensors, need[len(metas) :], strict=True) if n]
+            written = captured.finals()
             gradients = _gradients(
                 [o for o, d in zip(outputs, differentiable, strict=True) if d],
                 wanted,
@@ -145,6 +192,15 @@ def _record_once(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tup
                 captured,
                 [ti.to_fun(c) for c in cotangents],
             )
+            need += [False] * (len(metas) + len(captured.tensors) - len(need))  # met in the backward pass alone
+            for before, after in zip(written, captured.finals(), strict=False):
+                if before != after:
+                    line = recorder.line_of(after.node) if isinstance(after, Ref) else user_line()
+                    raise TraceError(
+                        f"{line}: the backward pass writes to a captured tensor in place (a hook, or a layer with "
+                        "running statistics in a block that torch.utils.checkpoint runs again), which a compiled call "
+                        "does not repeat there. Leave it out of the block, or call .eval() on the layer."
+                    )
         graph = _graph(recorder, captured, inner, arguments, cotangents, outputs, differentiable, gradients, need)
     return graph, captured.tensors
 
@@ -156,7 +212,7 @@ def _functional(out: Any) -> torch.Tensor:
 def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captured, cotangents: Any) -> list[Any]:
     if not outputs or not (wanted or wanted_captured):
         return [None] * (len(wanted) + len(wanted_captured))
-    stand_ins = [captured.stand_ins[id(t)] for t in wanted_captured]
+    stand_ins = [captured.leaves[id(t)] for t in wanted_captured]
     # A user's autograd.Function receives a captured tensor itself, not its stand-in: both lead to its gradient.
     with torch._C.DisableTorchFunction():  # of the tensors themselves, not of their stand-ins
         direct = [t for t in wanted_captured if t.requires_grad and not is_traced_tensor(t)]
@@ -193,9 +249,8 @@ def _graph(
         if value(argument) != recorder.value(tensor):
             raise WrittenArgument(i)
     mutations = []
-    for i, (tensor, original) in enumerate(zip(captured.tensors, captured.inputs, strict=True)):
-        final = value(captured.stand_ins[id(tensor)])
-        if final != recorder.value(original):
+    for i, final in enumerate(captured.finals()):
+        if final != captured.initial[i]:
             mutations.append((i, final))
     return Graph(
         nodes=recorder.nodes,

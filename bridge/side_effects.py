@@ -1,143 +1,218 @@
 """What a traced function leaves behind besides its results: attributes, globals, cells, entries of lists and dicts.
 
 A traced function runs once, and its program runs at each call. So each place that the function wrote to is put back
-after the trace, and what stood there decides:
+after the trace, and what it wrote is written again at each call, as eager torch would:
 
-- a new tensor where one of the same shape and dtype stood is an update of that buffer, and becomes a result;
-- a plain value (a number, a string, None) is written again at each call, as eager torch would;
-- a tensor that depends on no input, such as a table in a cache, stays;
-- any other tensor would be one of the trace, without values: refused.
+- a plain value (a number, a string, None) as it is, and what was deleted is deleted;
+- a tensor, or a container of tensors, made anew: the tensors are further results of the program, with their history
+  in autograd, or the very arguments and captured tensors if it is these that the function put there.
 
-Lists that a function appends to (a log) grow once per trace. Anything else stays as the function left it.
+A function that runs per example or in slices has one trace for all of them. There a tensor that is put into a place is
+scratch, if no later call could see it: the place stays as it was. If the function also reads it, it is refused.
+
+Lists that a function appends plain values to (a log) grow once per trace. Anything else stays as the function left it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
-import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils import _pytree as torch_pytree
 
-from .captures import Place, Walk
+from . import torch_internals as ti
+from .bindings import UNKNOWN, Effect, Moved, Results
+from .captures import Walk
 from .errors import TraceError, user_line
-from .interception import as_outside, is_update_of
+from .graph import Meta
+from .interception import is_traced_tensor, is_update_of, recording
+from .keys import empty_cache
+from .places import ABSENT, Place, path_name, read, write
+from .torch2jax_engine import is_interpreted
+from .trees import Structure, to_jax_tree, to_torch_tree
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-ABSENT: Any = object()
 
 
-@dataclasses.dataclass(frozen=True)
-class Effect:
-    """A plain value that each call leaves in a place."""
+class Scratch(NamedTuple):
+    """A new value that a function for examples or slices put into a place."""
 
     place: Place
     key: Any
-    before: Any
-    after: Any
+    structure: Structure
+    forms: list[tuple[Meta, bool]]  # of its tensors: dtype and shape, and whether they require grad
+    is_read: bool  # whether a result or the new value depends on what stood there
+    is_same: bool  # whether a value of the same form stood there
+    is_added: bool  # whether nothing stood there
 
-    def apply(self) -> None:
-        write(self.place, self.key, self.after)
-
-    def undo(self) -> None:
-        write(self.place, self.key, self.before)
+    def stand_in(self) -> Any:
+        """A value of the same form, of tensors that are no others."""
+        tensors = [ti.blank(m.dtype, m.shape, m.device).requires_grad_(grad) for m, grad in self.forms]
+        return to_torch_tree(self.structure.join(tensors))
 
 
 class Watched:
     """The places that a walk found, as they were before the function ran."""
 
     def __init__(self, walk: Walk) -> None:
-        self._before = [(place, read(place)) for place in walk.places]
+        self.places = walk.places
+        self._before = list(map(read, self.places))
+        self._arrays = [(name, array, array.copy()) for name, array in walk.arrays]
+        self._sets = [(slot[1], x, set(x)) for slot, x in walk.containers if isinstance(x, set)]
+        self._caches = [(fun, fun.cache_info().misses) for fun in walk.caches]
+        self._fields = [
+            (t, dict(t.__dict__), path_name(path)) for t, path in zip(walk.tensors, walk.paths, strict=True)
+        ]
 
     def restore(self) -> None:
         """Put everything back."""
-        for place, key, old, _ in list(self._changes()):
-            write(place, key, old)
+        for number, key, old, _ in list(self._changes()):
+            write(self.places[number], key, old)
+        for _, array, before in self._arrays:
+            if array.tobytes() != before.tobytes():
+                array[...] = before
+        for _, members, started in self._sets:
+            members.intersection_update(started)
+            members.update(started)
+        self._empty_caches()
 
-    def settle(self, first: bool) -> list[Effect]:
-        """Put everything back, update buffers, and return what each call has to write.
+    def _empty_caches(self) -> None:
+        """What a cache was given while the function was traced is of this trace: it is computed again."""
+        for fun, misses in self._caches:
+            if fun.cache_info().misses != misses:
+                empty_cache(fun)
 
-        ``first`` is false for further recordings of the same function, of which nothing is kept.
+    def check(self) -> None:
+        """Refuse writes that no call could repeat: to NumPy's arrays, and of tensors to sets."""
+        for name, array, before in self._arrays:
+            if array.tobytes() != before.tobytes():
+                raise TraceError(
+                    f"the function writes to {name}, a NumPy array, which it would do once, while it is traced. Make "
+                    "it a tensor, or pass it in."
+                )
+        for name, members, started in self._sets:
+            for value in members - started:
+                _check_holds_no_trace(value, name)
+        for tensor, fields, name in self._fields:
+            new = [k for k, v in tensor.__dict__.items() if fields.get(k) is not v]
+            values = [tensor.__dict__[k] for k in new]
+            if new:
+                tensor.__dict__.clear()
+                tensor.__dict__.update(fields)
+            for key, value in zip(new, values, strict=True):
+                if tensors_in(value):
+                    raise TraceError(
+                        f"{user_line()}: the function assigns a tensor to the attribute {key} of {name or 'a tensor'}. "
+                        "Return it, or keep it in an object or a module."
+                    )
+                tensor.__dict__[key] = value
+        self._empty_caches()
+
+    def written(self) -> str | None:
+        """The first place that is not a library's and that holds something else now; all are put back."""
+        names = [self.places[n].name(key) for n, key, _, _ in self._changes() if not self.places[n].is_library]
+        self.restore()
+        return next(iter(names), None)
+
+    def settle(self, results: Results, first: bool) -> tuple[list[Effect], list[Scratch]]:
+        """Put everything back; what each call has to write, and what is only scratch.
+
+        ``first`` is false if the function ran before in this trace: nothing more is kept of what it appends to lists.
         """
         effects: list[Effect] = []
-        updates: list[tuple[torch.Tensor, torch.Tensor]] = []
-        refused: list[str] = []
+        scratch: list[Scratch] = []
         # Lists first: an attribute that held one may be judged by what stands in it.
-        for place, key, old, new in sorted(self._changes(), key=lambda change: not change[0].is_sequence):
-            kept = _ends_as(old, new, place)
-            if kept is _UPDATE:
-                updates.append((old, new))
-            elif kept is _EFFECT:
-                effects.append(Effect(place, key, old, new))
-            elif kept is _REFUSED:
-                refused.append(place.name(key))
-            elif first and kept is not _BACK:
-                if kept is not new:
-                    write(place, key, kept)
-                continue
+        changes = sorted(self._changes(), key=lambda change: not self.places[change[0]].is_sequence)
+        # What stood somewhere: a container or an object that is put elsewhere stays the same one.
+        standing = {
+            id(value): Moved(number, key)
+            for number, before in (enumerate(self._before) if changes else ())
+            for key, value in before.items()
+            if not isinstance(value, (torch.Tensor, *_PLAIN))
+        }
+        growing = {number for number, _, old, new in changes if old is ABSENT and tensors_in(new)}
+        for number, key, old, new in changes:
+            place = self.places[number]
+            is_appended = place.is_sequence and old is ABSENT
+            if id(new) in standing and not (tensors_in(new) and _is_mirror(old, new, place)):
+                effects.append(Effect(number, key, UNKNOWN, standing[id(new)]))
+            elif tensors_in(new):
+                if not _is_mirror(old, new, place):
+                    bound = results.bind(new, place.name(key))
+                    if bound is None:
+                        scratch.append(_scratch(place, key, old, new, results))
+                    else:
+                        effects.append(Effect(number, key, UNKNOWN, bound))
+            elif new is ABSENT or (_is_plain(new) and not (is_appended and number not in growing)):
+                effects.append(Effect(number, key, old if old is ABSENT or _is_plain(old) else UNKNOWN, new))
+            else:
+                _check_holds_no_trace(new, place.name(key))
+                # What a library keeps for itself is made again.
+                if first and (_is_plain(new) or not place.is_library):
+                    continue
             write(place, key, old)
-        if refused:
-            raise TraceError(
-                f"{user_line()}: the traced function assigns a new tensor to {refused[0]}, which would keep a tensor "
-                "of the trace, without values, alive. Return it instead, or register a buffer of the same shape and "
-                "dtype."
-            )
-        values = [new.detach().clone() for _, new in updates]  # all are read before any is written: they may be swapped
-        for (old, _), value in zip(updates, values, strict=True):
-            old.detach().copy_(value)
-        return effects
+        return effects, scratch
 
-    def _changes(self) -> Iterator[tuple[Place, Any, Any, Any]]:
-        for place, before in self._before:
+    def _changes(self) -> Iterator[tuple[int, Any, Any, Any]]:
+        for number, (place, before) in enumerate(zip(self.places, self._before, strict=True)):
             after = read(place)
             keys = [*before, *(k for k in after if k not in before)]
             # Entries that were appended to a list are taken away from its end.
             for key in reversed(keys) if place.is_sequence else keys:
                 old, new = before.get(key, ABSENT), after.get(key, ABSENT)
                 if old is not new and not (_is_plain(old) and type(old) is type(new) and old == new):
-                    yield place, key, old, new
+                    yield number, key, old, new
 
 
-_UPDATE, _EFFECT, _REFUSED, _BACK = (object() for _ in range(4))
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value that is about to be bound."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [] if value is ABSENT or _is_plain(value) else _split(value)[0]
 
 
-def _ends_as(old: Any, new: Any, place: Place) -> Any:
-    """What becomes of a change: one of the four, or the value that stays there."""
-    if new is ABSENT:
-        return new
-    if not _holds_tensors(new):
-        if place.is_library and not _is_plain(new):  # what a library keeps for itself is made again
-            return _BACK
-        appended = place.is_sequence and old is ABSENT
-        return _EFFECT if _is_plain(new) and not appended else new
-    if isinstance(old, torch.Tensor) and is_update_of(new, old):
-        return _BACK
-    if isinstance(old, torch.nn.Parameter) and place.is_sequence:  # mirrors parameters, such as an RNN's flat weights
-        return _BACK
-    if isinstance(old, list) and old and all(isinstance(x, torch.nn.Parameter) for x in old):
-        return _BACK
-    if place.is_library and not isinstance(new, torch.Tensor):
-        return _BACK
-    if _is_buffer(old) and isinstance(new, torch.Tensor) and _form(old) == _form(new):
-        return _UPDATE
-    outside = torch_pytree.tree_map_only(torch.Tensor, as_outside, new)
-    return _REFUSED if any(x is None for x in torch_pytree.tree_leaves(outside)) else outside
+def _split(value: Any) -> tuple[list[Any], Structure]:
+    return Structure.split(to_jax_tree(value), lambda leaf: isinstance(leaf, torch.Tensor))
 
 
-def _is_buffer(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+def _is_mirror(old: Any, new: Any, place: Place) -> bool:
+    """Whether a change is none: the result of an operator in place, or the list of its parameters that an RNN keeps."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return is_update_of(new, old)
+    is_list = place.is_library and isinstance(old, list) and bool(old)
+    return is_list and all(isinstance(x, torch.nn.Parameter) for x in old)
 
 
-def _form(tensor: torch.Tensor) -> Any:
-    return tensor.shape, tensor.dtype, tensor.device
+def _scratch(place: Place, key: Any, old: Any, new: Any, results: Results) -> Scratch:
+    tensors, structure = _split(new)
+    before, form = ([], None) if old is ABSENT else _split(old)
+    with torch._C.DisableTorchFunction():
+        forms = [(Meta.of(t), t.requires_grad) for t in tensors]
+        is_same = form == structure and [(Meta.of(t), t.requires_grad) for t in before] == forms
+        return Scratch(place, key, structure, forms, results.depend_on(before, tensors), is_same, old is ABSENT)
 
 
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(x, torch.Tensor) for x in torch_pytree.tree_leaves(value))
+def _check_holds_no_trace(value: Any, name: str, depth: int = 3) -> None:
+    """Refuse an object with tensors of the trace in its attributes: they have no values, and it would outlive them."""
+    if (isinstance(value, torch.Tensor) and is_traced_tensor(value)) or (recording() is None and is_interpreted(value)):
+        raise TraceError(
+            f"{user_line()}: the traced function assigns an object that holds tensors of the trace, without values, to "
+            f"{name}. Assign the tensor itself, or a tuple, list, dict or dataclass of tensors."
+        )
+    if isinstance(value, (type, *_PLAIN)) or not depth:
+        return
+    inner = [value] if isinstance(value, dict) else []
+    fields = getattr(value, "__dict__", None)
+    for held in [*inner, *([fields] if isinstance(fields, dict) else [])]:
+        for x in list(held.values()):
+            _check_holds_no_trace(x, name, depth - 1)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for x in value:
+            _check_holds_no_trace(x, name, depth - 1)
 
 
 def _is_plain(value: Any) -> bool:
@@ -146,39 +221,43 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def read(place: Place) -> dict[Any, Any]:
-    """What stands in a place."""
-    owner = place.owner
-    if isinstance(owner, types.CellType):
-        try:
-            return {place.label: owner.cell_contents}
-        except ValueError:  # not yet assigned
-            return {}
-    if isinstance(owner, type):
-        found: dict[Any, Any] = dict(vars(owner))
-    elif isinstance(owner, dict):
-        found = owner if place.names is not None else dict(owner)
-    else:
-        return dict(enumerate(owner))
-    return found if place.names is None else {k: found[k] for k in place.names if k in found}
+class ArgumentContainers:
+    """The lists, dicts and dataclasses among the arguments: they are the call's own, and writes to them are lost."""
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._before: list[tuple[str, Any, dict[Any, Any]]] = []
+        for i, value in enumerate(args):
+            self._add(value, f"argument {i}")
+        for name, value in kwargs.items():
+            self._add(value, name)
+
+    def _add(self, value: Any, name: str) -> None:
+        content = _content(value)
+        if content is not None:
+            self._before.append((name, value, content))
+            for key, inner in content.items():
+                self._add(inner, f"{name}[{key!r}]")
+
+    def check(self) -> None:
+        """Refuse what the function has put into one of them."""
+        for name, container, before in self._before:
+            for key, value in (_content(container) or {}).items():
+                old = before.get(key, ABSENT)
+                if value is not old and not (_is_plain(value) and type(value) is type(old) and value == old):
+                    raise TraceError(
+                        f"the function writes to {name}[{key!r}], an entry of a container among its arguments, which "
+                        "the caller would not see. Return the new value, or work on a copy of the container."
+                    )
 
 
-def write(place: Place, key: Any, value: Any) -> None:
-    """Put a value into a place, or take it out."""
-    owner = place.owner
-    if isinstance(owner, types.CellType):
-        if value is ABSENT:
-            del owner.cell_contents
-        else:
-            owner.cell_contents = value
-    elif isinstance(owner, type):
-        setattr(owner, key, value) if value is not ABSENT else delattr(owner, key)
-    elif value is not ABSENT:
-        if place.is_sequence and key >= len(owner):  # of a list that shrank
-            owner.extend([None] * (key + 1 - len(owner)))
-        owner[key] = value
-    elif place.is_sequence or key in owner:
-        del owner[key]
+def _content(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple, collections.deque)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    return None
 
 
 class Generators:

@@ -13,22 +13,25 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
+import torch.nn.utils.parametrize
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from .errors import refuse_backward, refuse_seed
+from .errors import refuse_backward, refuse_seed, refuse_tracer
 
 try:
+    from torch import _vmap_internals
     from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
     from torch._C import _autograd as autograd_internals
     from torch._C._autograd import _get_current_graph_task_keep_graph as graph_is_kept
-    from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+    from torch._C._functorch import get_unwrapped as unwrap
+    from torch._C._functorch import is_batchedtensor as is_batched
+    from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor, unwrap_if_dead
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._decomp import core_aten_decompositions, decomposition_table
     from torch._functorch import eager_transforms
@@ -43,6 +46,7 @@ try:
         FakeTensorMode,
     )
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
     from torch.utils import _pytree as torch_pytree
     from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -65,7 +69,9 @@ __all__ = [
     "FunctionalTensorMode",
     "Substitution",
     "TorchDispatchMode",
+    "active_substitutions",
     "are_functorch_transforms_active",
+    "blank",
     "compiling",
     "core_decompositions",
     "decomposition_table",
@@ -75,6 +81,8 @@ __all__ = [
     "from_fun",
     "function_modes_in_backward",
     "graph_is_kept",
+    "in_backward",
+    "is_batched",
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
     "legacy_batch",
@@ -84,12 +92,16 @@ __all__ = [
     "no_dispatch",
     "plain_kernels",
     "proxies_are_active",
+    "storage_key",
     "substituted",
     "temporarily_clear_interpreter_stack",
     "to_fun",
     "torch_pytree",
+    "unwrap",
+    "unwrap_if_dead",
     "without_forward_mode",
     "without_modes",
+    "without_other_tracers",
     "without_saved_tensor_hooks",
 ]
 
@@ -105,12 +117,29 @@ def map_tensors(fun: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return torch_pytree.tree_map_only(torch.Tensor, fun, tree, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common which share their memory, in a recording too."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def blank(dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A tensor of a form that takes no memory, for a place in a trace; whatever is active around, it is a plain one."""
+    with without_modes(), temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+
+
 class _Substitutions(threading.local):
     def __init__(self) -> None:
         self.active: list[Substitution] = []
 
 
 _SUBSTITUTIONS = _Substitutions()
+
+
+def active_substitutions() -> list[Substitution]:
+    """The substitutions that this thread is under, innermost last."""
+    return list(_SUBSTITUTIONS.active)
 
 
 def substituted(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,6 +212,43 @@ def function_modes_in_backward() -> Iterator[None]:
         autograd.has_torch_function = original
 
 
+def _with_none(fun: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, **options: Any) -> Callable[..., Any]:
+    """``torch.func.vmap`` of a function that may return None in places, as a gradient does."""
+    absent: list[bool] = []
+
+    def present(*args: Any) -> Any:
+        outs = fun(*args)
+        absent[:] = [out is None for out in outs]
+        return tuple(out for out in outs if out is not None)
+
+    def mapped(*args: Any) -> Any:
+        found = iter(torch.func.vmap(present, in_dims, out_dims, randomness="same")(*args))
+        return tuple(None if a else next(found) for a in absent)
+
+    return mapped
+
+
+@contextlib.contextmanager
+def newer_vmaps() -> Iterator[None]:
+    """Let ``is_grads_batched`` and ``vectorize=True`` do without torch's older ``vmap``, which cannot be recorded."""
+    internals: Any = _vmap_internals
+    functional: Any = torch.autograd.functional
+    older, forward = internals._vmap, functional._jacfwd
+    here = _this_thread()
+
+    def jacobian(fun: Any, inputs: Any, strict: bool = False, vectorize: bool = False) -> Any:
+        if not here():
+            return forward(fun, inputs, strict, vectorize)
+        return functional.jacobian(fun, inputs, create_graph=True, vectorize=True)  # in reverse: the same derivative
+
+    try:
+        internals._vmap = lambda *args, **options: (_with_none if here() else older)(*args, **options)
+        functional._jacfwd = jacobian
+        yield
+    finally:
+        internals._vmap, functional._jacfwd = older, forward
+
+
 @functools.cache
 def load_dynamo() -> None:
     """Import what recording makes torch import anyway, without the environment variable that it leaves behind."""
@@ -196,6 +262,39 @@ def load_dynamo() -> None:
 def proxies_are_active() -> bool:
     """Whether torch itself is tracing: ``make_fx``, ``torch.export``, ``torch.func.linearize``."""
     return torch._C._get_dispatch_mode(BELOW_FUNCTIONALISATION) is not None
+
+
+@contextlib.contextmanager
+def without_other_tracers() -> Iterator[None]:
+    """While recording: torch's own tracers would take the tensors of the recording for constants.
+
+    ``torch.func.linearize`` pushes each tangent forward instead of tracing that, and what ``torch.compile`` made runs
+    as it was written. Whatever else traces is refused.
+    """
+    grads: Any = eager_transforms
+    proxies: Any = ProxyTorchDispatchMode
+    disallow, enter = grads.lazy_dynamo_disallow, proxies.__enter__
+    here = _this_thread()
+
+    def untraced(step: Any) -> Any:  # linearize wraps the two steps by which it makes a graph
+        if not here():
+            return disallow(step)
+        if step is not grads.make_fx:
+            return lambda graph: graph
+        return lambda push: lambda _: lambda *tangents: torch_pytree.tree_leaves(push(tangents))
+
+    grads.lazy_dynamo_disallow = untraced
+    proxies.__enter__ = lambda mode: (refuse_tracer if here() else enter)(mode)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        grads.lazy_dynamo_disallow, proxies.__enter__ = disallow, enter
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def forward_mode_is_active() -> bool:
@@ -267,15 +366,17 @@ def compiling() -> Iterator[None]:
 def plain_kernels() -> Iterator[None]:
     """While recording: no fused CPU kernels, whose backward ops nothing can lower, and no checks that read values."""
     distribution = torch.distributions.Distribution
-    checkpoint = torch.utils.checkpoint.CheckpointFunction
     validate = distribution._validate_args
     has_effects = effects.has_effects
     autograd: Any = torch.autograd
     seeding: Any = torch
     random: Any = torch.random
-    backward, seed, apply_checkpoint = autograd.backward, random.manual_seed, checkpoint.apply
-    own_apply = vars(checkpoint).get("apply")
+    backward, seed = autograd.backward, random.manual_seed
     here = _this_thread()
+    rnn: Any = torch.nn.RNNBase
+    parametrizing: Any = torch.nn.utils.parametrize
+    cached = parametrizing._cache
+    flatten_parameters = rnn.flatten_parameters
     mkldnn = torch._C._get_mkldnn_enabled()
     fastpath = torch.backends.mha.get_fastpath_enabled()
     skipped = torch.ops.aten._linalg_check_errors.default
@@ -288,27 +389,21 @@ def plain_kernels() -> Iterator[None]:
         random.manual_seed = seeding.manual_seed = lambda seed_: (refuse_seed if here() else seed)(seed_)
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
-        # The reentrant checkpoint refuses torch.autograd.grad, with which the backward pass is recorded.
-        checkpoint.apply = staticmethod(  # type: ignore[method-assign]
-            lambda fun, keep, *args: (
-                torch.utils.checkpoint.checkpoint(fun, *args, use_reentrant=False, preserve_rng_state=keep)
-                if here()
-                else apply_checkpoint(fun, keep, *args)
-            )
-        )
+        # cuDNN wants the weights side by side in memory, which they do not have here.
+        parametrizing._cache = {}  # what is computed here is of this trace
+        rnn.flatten_parameters = lambda module: None if here() else flatten_parameters(module)
         torch.backends.mha.set_fastpath_enabled(False)
         torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)
-        with sdpa_kernel(SDPBackend.MATH):
+        # A compiled module or function runs as what it was compiled from.
+        with sdpa_kernel(SDPBackend.MATH), newer_vmaps(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         fake_log.disabled = False
         autograd.backward = backward
         random.manual_seed = seeding.manual_seed = seed
+        rnn.flatten_parameters = flatten_parameters
+        parametrizing._cache = cached
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
-        if own_apply is None:
-            del checkpoint.apply
-        else:  # within another recording
-            checkpoint.apply = own_apply  # type: ignore[method-assign]
         effects.has_effects = has_effects
         distribution._validate_args = validate

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import torch
-import torch.nn.functional as F
 from jax.interpreters import ad
-from torch.overrides import TorchFunctionMode
 
-from .captures import SOURCE, Walk, WrittenContainers, surroundings
-from .context import Call, current_call
+from . import bindings
+from .captures import SOURCE, Walk, surroundings
+from .context import Call, Left, current_call
 from .differentiation import Source, TorchFunction
-from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number, is_raised_by_jax, user_line
+from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
-from .interception import is_traced_tensor, recording
-from .side_effects import Effect, Generators, Watched
-from .torch2jax_engine import InterpretedFunction, is_interpreted
+from .interception import is_traced_tensor
+from .names import read_count
+from .places import WrittenContainers, read_entry, write, written_count
+from .running import FlatFunction, Mode, no_place_for_state, no_place_for_updates
+from .side_effects import Generators, tensors_in
+from .torch2jax_engine import InterpretedFunction
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
 from .versions import enable_x64
@@ -121,31 +122,25 @@ class Tracing(Protocol):
         """Evaluate on arrays or tracers; ``make_key`` is asked for a key if the function draws."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mode:
-    """How a function runs: what torch would show it, besides the arguments."""
-
-    once: bool  # for the whole call, not per example or in chunks
-    grad: bool  # whether autograd records
-    tracked: tuple[bool, ...]  # which arguments are differentiated
-    surroundings: Hashable
-
-
 @dataclasses.dataclass
 class _Made:
     """What an engine made of a function, for one signature."""
 
     tracing: Tracing
-    unflatten: Callable[[Sequence[Any]], Any]
+    flat: FlatFunction
     source: Source | None  # kept alive here, for further recordings
-    effects: list[Effect]
-    places: list[int | None]  # where the walk finds the captured tensors
-    strided: str | None  # the line that asks for elements by their place in memory
+    places: Sequence[int | None] = ()  # where the walk finds the captured tensors
 
-    def is_of(self, walk: Walk) -> bool:
-        """Whether the captured tensors are still the same objects."""
-        pairs = zip(self.places, self.tracing.captured, strict=True)
-        return all(i is None or walk.tensors[i] is tensor for i, tensor in pairs)
+    def find_in(self, walk: Walk) -> None:
+        """Note where the walk finds the captured tensors."""
+        indices = {id(t): i for i, t in enumerate(walk.tensors)}
+        self.places = [indices.get(id(t)) for t in self.tracing.captured]
+
+    def adopt(self, walk: Walk) -> None:
+        """Take the tensors of a function with the same key, or of this one when other tensors stand in their places."""
+        self.flat.walk = walk
+        captured = self.tracing.captured
+        captured[:] = [t if i is None else walk.tensors[i] for i, t in zip(self.places, captured, strict=True)]
 
 
 class _Traced:
@@ -159,109 +154,108 @@ class _Traced:
         with enable_x64():
             tree, rows = without_rows(to_jax_tree((args, kwargs), _to_array))
             leaves, structure = Structure.split(tree, is_array)
-            arrays = list(map(jnp.asarray, leaves))
+            arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
             outer = current_call()
             if outer is not None and outer.has_floats and any(a.weak_type and a.ndim == 0 for a in arrays):
                 raise FloatsAreStatic
-            device = torch.device("cpu") if outer is None else outer.device
-            metas = [Meta(torch_dtype(a.dtype), a.shape, device) for a in arrays]
             walk = Walk(self.torch_fun, structure.fixed)
-            once = outer.in_body() if outer is not None else not any(isinstance(a, jax.core.Tracer) for a in arrays)
-            grad = outer is None or not once or outer.grad
-            mode = _Mode(once, grad, tuple(map(_is_differentiated, arrays)), surroundings())
-            form = structure.treedef, structure.moves, tuple(metas), mode
-            made = self._made.get((form, walk.key))
-            if made is None or not made.is_of(walk):
-                if len(self._made) >= _CACHE_SIZE:
-                    self._made.pop(next(iter(self._made)))
-                written, generators = WrittenContainers(walk), Generators(walk)
-                made = self._trace(structure, metas, walk, mode, functools.partial(_is_wanted, outer))
-                if generators.put_back():
-                    raise frozen_number()
-                written.remember()
-                self._made[form, Walk(self.torch_fun, structure.fixed).key] = made
+            made = self._find(structure, arrays, walk, outer)
             captured = self._captured(made.tracing, outer)
             make_key = functools.partial(_draw_key, key, rows, outer, walk.key, arrays)
             results = made.tracing.call(make_key, [*arrays, *captured])
             count = len(results) - len(made.tracing.mutated)
-            self._write_back(made.tracing, len(arrays), results[count:], walk, outer)
-            if outer is None:
-                for effect in made.effects:
-                    effect.apply()
-            else:
-                outer.effects += made.effects
-                outer.strided = outer.strided or made.strided
-            return made.unflatten(results[:count])
+            outputs, finals = results[:count], results[count:]
+            carried = dict(zip(made.flat.carried, outputs[count - len(made.flat.carried) :], strict=True))
+            _write_back(made, arrays, finals, carried, walk, outer)
+            _leave(made, arrays, outputs, walk, outer)
+            assert made.flat.shape is not None
+            result = made.flat.shape.join(outputs)
+            return result if made.flat.mode.once else jax.tree.map(_as_array, result)
+
+    def _find(self, structure: Structure, arrays: list[Any], walk: Walk, outer: Call | None) -> _Made:
+        """What was made for this signature, or is made now."""
+        device = torch.device("cpu") if outer is None else outer.device
+        # An argument of the call itself is laid out as its tensor; slices have their elements in order.
+        strides = {} if outer is None else outer.strides
+        metas = [Meta(torch_dtype(a.dtype), a.shape, device, strides.get(id(a))) for a in arrays]
+        once = _runs_whole(outer, arrays)
+        grad = outer is None or not once or outer.grad
+        mode = Mode(once, grad, tuple(map(_is_differentiated, arrays)), surroundings())
+        form = structure.treedef, structure.moves, tuple(metas), mode
+        made = self._made.get((form, walk.key))
+        if made is None:
+            if len(self._made) >= _CACHE_SIZE:
+                self._made.pop(next(iter(self._made)))
+            written, generators = WrittenContainers(walk), Generators(walk)
+            before = written_count(), read_count()
+            wants = functools.partial(_is_wanted, outer)
+            trace = lambda walk: self._trace(structure, metas, walk, mode, wants)
+            made = trace(walk)
+            self._check_second_call(made, trace, walk, structure.fixed)
+            if generators.put_back():
+                raise frozen_number()
+            written.remember()
+            places = [id(place.owner) for place in walk.places]
+            if written_count() != before[0]:  # the key leaves out now what the function was seen to write to
+                walk = Walk(self.torch_fun, structure.fixed)
+            made.find_in(walk)
+            # With names that the function put together there is another key for it.
+            if read_count() == before[1] and places == [id(place.owner) for place in walk.places]:
+                self._made[form, walk.key] = made
+        else:
+            made.adopt(walk)
+        return made
 
     def _trace(
         self,
         structure: Structure,
         metas: list[Meta],
         walk: Walk,
-        mode: _Mode,
+        mode: Mode,
         wants: Callable[[torch.Tensor], bool],
     ) -> _Made:
-        torch_fun = self.torch_fun
-        shape: list[Structure] = []
-        effects: list[Effect] = []
-        strided: list[str | None] = []
-
-        def flat(*tensors: Any) -> list[Any]:
-            args, kwargs = to_torch_tree(structure.join(tensors))
-            watched = Watched(walk)
-            for effect in effects:  # a later recording starts where the first one did
-                effect.undo()
-            try:
-                with contextlib.ExitStack() as scope:
-                    if not mode.once:
-                        scope.enter_context(_NoBatchStatistics(walk))
-                    if not mode.grad and self.engine == "record":
-                        scope.enter_context(torch.no_grad())
-                    result = to_jax_tree(torch_fun(*args, **kwargs))
-            except BaseException as error:
-                watched.restore()
-                if isinstance(error, RuntimeError) and "leaf Variable that requires grad" in str(error):
-                    raise TraceError(
-                        f"{user_line(error)}: a tensor that requires grad is written to in place. Work on a copy: "
-                        ".clone(), or the op that is not in place."
-                    ) from error
-                if isinstance(error, TypeError) and "FunctionalTensor" in str(error) and is_raised_by_jax(error):
-                    raise TraceError(
-                        f"{user_line(error)}: JAX code was given a torch tensor. If the function is written in JAX, "
-                        "mark it with microtome.torch_api.jax_function; else stay in torch ops there."
-                    ) from error
-                raise
-            found = watched.settle(first=not shape)
-            current = recording()
-            strided.append(None if current is None else current.strided)
-            if not shape:
-                effects[:] = found
-            outputs, out = Structure.split(result, self._is_tensor)
-            if any(isinstance(x, Iterator) for x in out.fixed):
-                raise TraceError(
-                    f"{user_line()}: the function returns a generator, whose tensors would be made after the trace. "
-                    "Return a list."
-                )
-            shape[:] = [out]
-            return outputs
-
-        def unflatten(arrays: Sequence[Any]) -> Any:
-            result = shape[0].join(arrays)
-            return result if mode.once else jax.tree.map(_as_array, result)
-
+        flat = FlatFunction(self.torch_fun, structure, walk, mode, self.engine == "torch2jax")
         if self.engine == "record":
             # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
-            source = Source(flat, [t for t in walk.tensors if is_traced_tensor(t)])
+            known = [t for t in walk.tensors if is_traced_tensor(t)]
+            source = Source(flat, known, walk.may_read_clocks, flat.check_backward)
             try:
                 tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants, keep=current_call() is None)
             except WrittenArgument as error:
                 raise self._written_argument(error.index, structure, walk) from None
+            flat.captured = tracing.captured
         else:
             source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
-        indices = {id(t): i for i, t in enumerate(walk.tensors)}
-        captured = [indices.get(id(t)) for t in tracing.captured]
-        # The engine torch2jax runs the function only when it is called.
-        return _Made(tracing, unflatten, source, effects, captured, strided[0] if strided else None)
+        return _Made(tracing, flat, source)
+
+    def _check_second_call(self, first: _Made, trace: Callable[[Walk], _Made], walk: Walk, fixed: Any) -> None:
+        """Refuse state that is kept where nothing is: a second call would start from what the first one left."""
+        flat, captured = first.flat, first.tracing.captured
+        if all(s.is_same and not s.is_read for s in flat.scratch):
+            return  # the first call has started from such a state
+        blanks: list[torch.Tensor] = []
+        left = bindings.leave(
+            flat.effects, walk.places, bindings.from_basic(lambda source: captured[source.index - flat.arguments])
+        )
+        left += [(s.place, s.key, read_entry(s.place, s.key)) for s in flat.scratch]
+        try:
+            for s in flat.scratch:
+                value = s.stand_in()
+                blanks += tensors_in(value)
+                write(s.place, s.key, value)
+            again = Walk(self.torch_fun, fixed)
+            second = trace(again)
+        finally:
+            bindings.restore(left)
+        one, two = first.tracing, second.tracing
+        assert isinstance(one, TorchFunction)
+        assert isinstance(two, TorchFunction)
+        read = next((s for s in second.flat.scratch if s.is_read or s.is_added), None)
+        met = [i for i, t in enumerate(two.captured) if any(t is blank for blank in blanks)]
+        if read is None and (two.first.reads(met) or one.first.forward_ops != two.first.forward_ops):
+            read = flat.scratch[0]
+        if read is not None:
+            raise no_place_for_state(read, walk)
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
@@ -275,9 +269,6 @@ class _Traced:
             f"as they are. Work on a copy: {name.split('[')[0]}.clone(), or the op that is not in place."
         )
 
-    def _is_tensor(self, leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) or (self.engine == "torch2jax" and is_interpreted(leaf))
-
     def _captured(self, function: Tracing, outer: Call | None) -> list[Any]:
         if outer is None:
             return [tensor_to_array(t) for t in function.captured]
@@ -289,29 +280,58 @@ class _Traced:
             arrays.append(outer.tensors[id(tensor)])
         return arrays
 
-    def _write_back(
-        self, function: Tracing, arguments: int, values: Sequence[Any], walk: Walk, outer: Call | None
-    ) -> None:
-        for i, value in zip(function.mutated, values, strict=True):
-            tensor = function.captured[i - arguments]
-            if outer is not None and outer.in_body():
-                outer.mutations.append((tensor, value))
-                outer.tensors[id(tensor)] = value
-            elif outer is None and not isinstance(value, jax.core.Tracer):
-                with torch.no_grad():
-                    tensor.copy_(array_to_tensor(value))
-            else:
-                raise _no_place_for_updates(tensor, walk)
+
+def _write_back(
+    made: _Made,
+    arrays: Sequence[Any],
+    values: Sequence[Any],
+    carried: dict[int, Any],
+    walk: Walk,
+    outer: Call | None,
+) -> None:
+    """Give captured tensors that the function writes to in place their new values."""
+    for i, value in zip(made.tracing.mutated, values, strict=True):
+        position = i - len(arrays)
+        tensor = made.tracing.captured[position]
+        if not made.flat.mode.once:
+            raise no_place_for_updates(tensor, walk)
+        if outer is None:
+            with torch.no_grad():
+                tensor.copy_(array_to_tensor(value))
+        else:
+            value = carried.get(position, value)
+            outer.mutations.append((tensor, value, position in carried))
+            outer.tensors[id(tensor)] = value
 
 
-def _no_place_for_updates(tensor: torch.Tensor, walk: Walk) -> TypeError:
-    path, owner = walk.describe(tensor)
-    module = f"{type(owner).__name__} " if owner is not None else ""
-    return TraceError(
-        f"{module}{path!r} is updated in place by the function, but the function runs per example, in microbatches "
-        "or in chunks, where one update per call has no meaning (in BatchNorm it would also mix the examples). Call "
-        ".eval() on the module, or use a layer without running statistics (GroupNorm, LayerNorm)."
-    )
+def _leave(made: _Made, arrays: Sequence[Any], outputs: Sequence[Any], walk: Walk, outer: Call | None) -> None:
+    """Put what the function leaves behind into its places; a compiled call does so each time that it runs."""
+    effects, captured = made.flat.effects, made.tracing.captured
+    tensors: dict[bindings.Basic, torch.Tensor] = {}
+
+    def basic(source: bindings.Basic) -> torch.Tensor:
+        if isinstance(source, bindings.Given) and source.index >= len(arrays):
+            return captured[source.index - len(arrays)]
+        if source not in tensors:
+            array = (arrays if isinstance(source, bindings.Given) else outputs)[source.index]
+            # The tensor may be written to, and JAX's arrays may not.
+            tensors[source] = array_to_tensor(array, copy=True) if outer is None else outer.stand_in(array)
+        return tensors[source]
+
+    if outer is None:
+        bindings.leave(effects, walk.places, bindings.from_basic(basic))
+        return
+
+    def within(source: bindings.Source) -> torch.Tensor:
+        if isinstance(source, bindings.View):
+            return outer.stand_in(source.of_array(outer.tensors[id(basic(source.base))]))
+        return source.tensor if isinstance(source, bindings.Constant) else basic(source)
+
+    outer.strided = outer.strided or made.flat.strided
+    places = walk.places
+    outer.left += [Left(places, effect, basic) for effect in effects]
+    if made.flat.mode.once:  # the next function that the call runs finds what this one left
+        outer.before += bindings.leave(effects, places, within)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,21 +341,11 @@ class _Number:
     value: int
 
 
-class _NoBatchStatistics(TorchFunctionMode):
-    """Refuses to update running statistics where the function sees one example or one chunk at a time."""
-
-    def __init__(self, walk: Walk) -> None:
-        super().__init__()
-        self.walk = walk
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.batch_norm:
-            given = dict(zip(("input", "mean", "var", "weight", "bias", "training"), args, strict=False)) | kwargs
-            mean = given.get("mean", given.get("running_mean"))
-            if given.get("training") and isinstance(mean, torch.Tensor):
-                raise _no_place_for_updates(mean, self.walk)
-        return func(*args, **kwargs)
+def _runs_whole(outer: Call | None, arrays: Sequence[Any]) -> bool:
+    """Whether a function runs for the whole call, not per example or in slices."""
+    if outer is None:
+        return not any(isinstance(a, jax.core.Tracer) for a in arrays)
+    return outer.in_body() and not outer.has_rows
 
 
 def _is_wanted(outer: Call | None, tensor: torch.Tensor) -> bool:

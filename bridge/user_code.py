@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import site
+import sys
+import types
+from typing import Any, Literal
 
 import jax
 import torch
@@ -18,8 +22,65 @@ LIBRARIES = tuple(
         *(os.path.dirname(os.path.dirname(module.__file__ or "")) for module in (jax, torch)),
     }
 )
+# What these read, they read for themselves: no value of it reaches the code that calls them.
+_APART = frozenset(
+    (
+        *("torch", "jax", "jaxlib", "logging", "warnings", "linecache", "traceback", "threading", "queue", "asyncio"),
+        *("concurrent", "multiprocessing", "tqdm", "rich", "loguru", "absl", "wandb", "tensorboard", "IPython"),
+        *("ipykernel", "coverage", "bdb.py", "pdb.py", "cProfile.py", "profile.py"),
+        *("linecache.py", "traceback.py", "warnings.py", "threading.py", "queue.py"),
+    )
+)
+_HANDS_ON = os.path.join("torch", "serialization.py")  # torch.load
 
 
 def is_users_file(name: str) -> bool:
     """Whether a file of source code is neither a library's nor microtome's."""
     return not name.startswith((*LIBRARIES, *OWN))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(x: Any) -> bool:
+    """Whether a class or a Python module is the user's own."""
+    if isinstance(x, type):
+        x = sys.modules.get(x.__module__)
+    file = getattr(x, "__file__", None)
+    if x is None or file is None:  # defined at a prompt, made by hand, or built in
+        return x is not None and (x.__name__ == "__main__" or x.__spec__ is None)
+    return is_users_file(os.path.abspath(file))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_partly_users(cls: Any) -> bool:
+    """Whether the user wrote a class, or one that it derives from."""
+    return any(is_users(base) for base in cls.__mro__)
+
+
+@functools.lru_cache(maxsize=4096)
+def reader(file: str) -> Literal["user", "library", "apart", "import"]:
+    """For whom code in a file reads: for the user, for the code that called it, for itself, or to import something."""
+    if file.startswith("<frozen "):
+        return "import" if file.startswith("<frozen importlib") else "library"
+    if file.startswith(OWN) or file.startswith("<__"):
+        return "apart"
+    if is_users_file(file):
+        return "user"
+    folder = max((path for path in LIBRARIES if file.startswith(path)), key=len)
+    inner = file[len(folder) :]
+    return "apart" if inner.split(os.sep)[0] in _APART and not inner.endswith(_HANDS_ON) else "library"
+
+
+def asked_by(frame: types.FrameType | None) -> types.CodeType | None:
+    """The user's code for which a frame reads something, itself or through libraries; None where there is none.
+
+    Nor is there one while something is imported: that happens once in plain torch too.
+    """
+    code = None
+    while frame is not None:
+        kind = reader(frame.f_code.co_filename)
+        if kind == "import" or (kind == "apart" and code is None):
+            return None
+        if kind == "user" and code is None:
+            code = frame.f_code
+        frame = frame.f_back
+    return code

@@ -69,7 +69,8 @@ class AccumulationType(enum.Enum):
     """The accumulators that come with the library.
 
     An enum, since what they compute depends on the number of rows and microbatches, known only at the call. Floating
-    types narrower than 32 bits are accumulated in float32; every result has the dtype of the output.
+    types narrower than 32 bits are accumulated in float32; every result has the dtype of the output, but that integers
+    summed over examples are counted in the dtype of ``jnp.sum``.
 
     After ``optax.microbatching.AccumulationType``, where ``MEAN`` divides by all microbatches, also by those that
     ``num_real_microbatches`` leaves out.
@@ -79,7 +80,8 @@ class AccumulationType(enum.Enum):
     """The mean over the rows that ran: each microbatch's output counts by its rows. NaN where none ran; TypeError
     for integer outputs. Sums first and divides at the end."""
     SUM = enum.auto()
-    """The sum of the outputs. Booleans are joined by "or" in :func:`microbatch` and counted in :func:`micro_vmap`."""
+    """The sum of the outputs: as by ``+`` in :func:`microbatch`, which joins booleans by "or", and as by ``jnp.sum`` in
+    :func:`micro_vmap`, which counts them."""
     RUNNING_MEAN = enum.auto()
     """As ``MEAN``, but keeps the mean of what ran so far, for outputs whose sum would overflow."""
     CONCAT = enum.auto()
@@ -112,7 +114,8 @@ def weighted_mean() -> Accumulator:
     a second time; in :func:`micro_vmap` differentiation keeps one gradient for each example of a microbatch.
 
     Shapes: ``value`` is a pytree of float or complex arrays, ``weight`` a real array of shape ``()``, not negative;
-    booleans count as 0 and 1. Sums are taken in at least float32, results have the dtypes of the outputs.
+    booleans count as 0 and 1. Sums are taken in at least float32, results have the dtypes of the outputs, but that
+    integer weights are counted in the dtype of ``jnp.sum``.
 
     Returns:
         An :class:`Accumulator` for a pair, alone or within an accumulator tree.
@@ -132,32 +135,31 @@ def weighted_mean() -> Accumulator:
         (Array(2., dtype=float32), Array(3., dtype=float32))
     """
 
+    # Sums stay wide, and weights are counted; the result is rounded once, where the accumulator is fitted to outputs.
     def init(pair: PyTree) -> PyTree:
-        # The empty arrays remember the dtypes of the output for finalize.
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), tuple(pair))
-        return sums, jax.tree.map(lambda x: jnp.zeros((0,), summed(x.dtype)), tuple(pair))
+        value, weight = pair
+        zeros = lambda x, dtype: jnp.zeros(x.shape, wide(dtype))
+        return jax.tree.map(lambda x: zeros(x, x.dtype), value), zeros(weight, summed(weight.dtype))
 
     def update(carry: PyTree, pair: PyTree, index: Any) -> PyTree:
-        (total, total_weight), dtypes = carry
+        total, total_weight = carry
         value, weight = pair
         total = jax.tree.map(lambda t, v: t + _weighted(v, weight, t.dtype), total, value)
-        return (total, total_weight + weight.astype(total_weight.dtype)), dtypes
+        return total, total_weight + weight.astype(total_weight.dtype)
 
     def finalize(carry: PyTree) -> PyTree:
-        sums, dtypes = carry
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), (_ratio(*sums), sums[1]), dtypes)
+        total, total_weight = carry
+        return _ratio(total, total_weight), total_weight
 
     def aggregate(pair: PyTree) -> PyTree:
         value, weight = pair
-        total_weight = weight.astype(wide(weight.dtype)).sum(0)
+        total_weight = weight.astype(wide(summed(weight.dtype))).sum(0)
 
         def total(v: jax.Array) -> jax.Array:
             weights = weight.reshape(weight.shape + (1,) * (v.ndim - 1))
             return sum_rows(_weighted(v, weights, wide(v.dtype)), wide(v.dtype))
 
-        mean = _ratio(jax.tree.map(total, value), total_weight)
-        back = jax.tree.map(lambda m, v: m.astype(v.dtype), mean, value)
-        return back, total_weight.astype(summed(weight.dtype))
+        return _ratio(jax.tree.map(total, value), total_weight), total_weight
 
     return WeightedMean(init, update, finalize, aggregate)
 

@@ -17,6 +17,7 @@ from .arguments import Function
 from .binding import channels_last, run_whole
 from .execution import Traced
 from .slices import write
+from .sums import Shared
 from .trees import (
     PyTree,
     as_array,
@@ -443,7 +444,11 @@ class Matrix:
         # all blocks: compiling is most of the time of a single call.
         put = jax.lax.dynamic_update_slice_in_dim if layout.count % layout.size else write
 
+        kept, treedef = flatten(linear)
+        shared = Shared(kept)
+
         def step(result: jax.Array, start: Any) -> jax.Array:
+            linear = treedef.unflatten(shared.read())
             return put(result, layout.block(linear, start, layout.size), start, layout.axis)
 
         starts = jnp.asarray([start for _, start in layout.places()], jnp.int32)
@@ -582,8 +587,10 @@ def jacobian_matrix(
     nbatches: int,
     batch_size: int | None,
     max_bytes: int | None = None,
+    *,
+    forward: bool = True,
 ) -> Matrix:
-    """The Jacobian, to be computed; arguments are checked."""
+    """The Jacobian, to be computed; arguments are checked. Without ``forward``, ``"auto"`` means rows."""
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f"mode must be 'auto', 'forward' or 'reverse', got {mode!r}.")
     fun, output, vector, unflatten = _flat(f, x, checkpoint)
@@ -593,7 +600,7 @@ def jacobian_matrix(
     if is_complex and mode == "reverse":
         raise TypeError(f"f returns {output.dtype.name}, whose rows have no reverse mode. Use mode='forward'.")
     n, m = len(vector), math.prod(output.shape)
-    reverse = mode == "reverse" or (mode == "auto" and m < n and not is_complex)
+    reverse = mode == "reverse" or (mode == "auto" and (m < n or not forward) and not is_complex)
     # What nbatches may be does not depend on what "auto" decides.
     size = _size(m if reverse else n, m if mode == "reverse" else n, nbatches, batch_size, max_bytes)
     dtype, weak = (output.dtype, False) if is_complex else (vector.dtype, vector.weak_type)

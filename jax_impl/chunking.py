@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -69,6 +70,13 @@ def chunked_vmap(
         >>> chunked_vmap(jnp.dot, 2, in_axes=(0, None))(rows, jnp.array([1.0, 10.0]))
         Array([10., 32., 54., 76., 98.], dtype=float32)
     """
+    return mapped_in_chunks(fun, chunk_size, in_axes, out_axes, lambda chunk: chunk)
+
+
+def mapped_in_chunks(
+    fun: Function, chunk_size: int | None, in_axes: PyTree, out_axes: PyTree, kept: Callable[[Function], Function]
+) -> Function:
+    """:func:`chunked_vmap`; where there are several chunks, ``kept`` says what derivatives keep of each."""
     if chunk_size is not None:
         chunk_size = positive("chunk_size", chunk_size, "or None for all examples at once")
     if isinstance(in_axes, bool) or not (in_axes is None or isinstance(in_axes, (int, tuple, list))):
@@ -93,9 +101,11 @@ def chunked_vmap(
             if chunk_size is None or batch.rows <= chunk_size:
                 return one.treedef.unflatten(vmapped(*batch.leaves))
 
+            in_loop = kept(vmapped)
+
             def chunk(results: list[jax.Array], start: Any, rows: int) -> list[jax.Array]:
                 pairs = zip(batch.leaves, batch.axes, strict=True)
-                values = vmapped(*(jax.lax.dynamic_slice_in_dim(leaf, start, rows, axis) for leaf, axis in pairs))
+                values = in_loop(*(jax.lax.dynamic_slice_in_dim(leaf, start, rows, axis) for leaf, axis in pairs))
                 return [
                     value if axis is None else write(result, value, start, axis)
                     for result, value, axis in zip(results, values, axes, strict=True)

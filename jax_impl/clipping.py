@@ -246,7 +246,8 @@ def clipped_grad(
     * Differentiated itself, it is computed the plain way.
     * The squares of each factor have to fit the dtype, not only those of the product: in float32, a layer whose inputs
       are all below 1e-19 (while cotangents are huge) gets no right norm.
-    * In half precision the sum is more accurate: products are accumulated in float32 and rounded once.
+    * In half precision the sum is more accurate: products are accumulated in float32 and rounded once. So a product
+      beyond float16's range, infinite in the plain computation, is clipped like others. (A cast to float16 stays one.)
 
     An example whose gradient holds NaN or infinity counts as zero with ``nan_safe``, all of it. (jax_privacy zeroes
     the entries and keeps the rest, which needs each entry.)

@@ -17,6 +17,7 @@ from .arguments import Batch, Function
 from .factored import Explanation, Factored
 from .fitting import Output, bind, match
 from .partition import Plan
+from .sums import Shared
 from .trees import PyTree, as_varying, check_width, flatten_with_names, outlined, stand_in, structure, with_weak_type
 
 VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
@@ -27,11 +28,12 @@ class Traced:
 
     def __init__(self, fun: Function, inputs: Sequence[Any], run: Callable[..., list[Any]] = binding.run) -> None:
         self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*map(stand_in, inputs))
-        self.treedef, self.run = structure(self.output), run
+        self.treedef, self.run, self.shared = structure(self.output), run, Shared(self.closed.consts)
 
     def __call__(self, *inputs: Any) -> PyTree:
         """The function's output."""
-        return self.treedef.unflatten(_call(self.closed, *inputs, run=self.run))
+        closed = ClosedJaxpr(self.closed.jaxpr, self.shared.read())
+        return self.treedef.unflatten(_call(closed, *inputs, run=self.run))
 
 
 def _call(closed: ClosedJaxpr, *inputs: Any, run: Callable[..., list[Any]] = binding.run) -> list[jax.Array]:
@@ -83,8 +85,10 @@ def accumulate(
             return run(carry, index)
         return jax.lax.cond(index < plan.real, lambda carry: run(carry, index), lambda carry: carry, carry)
 
+    rows = _never_empty(batch.leaves, batch, plan.size)
+
     def run(carry: PyTree, index: int | jax.Array) -> PyTree:
-        leaves = [plan.take(leaf, index, axis) for leaf, axis in zip(batch.leaves, batch.axes, strict=True)]
+        leaves = [plan.take(leaf, index, axis) for leaf, axis in zip(rows, batch.axes, strict=True)]
         last = isinstance(index, int) and index == plan.full
         if not per_example:
             value = (left if last else main)(*leaves)
@@ -102,9 +106,7 @@ def accumulate(
 def summed_outputs(accumulators: AccumulatorTree, traced: Traced) -> list[bool]:
     """Which flat outputs are only summed over the examples."""
     sums = (AccumulationType.SUM, AccumulationType.MEAN, AccumulationType.RUNNING_MEAN)
-    pairs = match(accumulators, traced.output)
-    flags = [(kind in sums, leaf.dtype) for kind, part in pairs for leaf in jax.tree.leaves(part)]
-    return [flag and jnp.issubdtype(dtype, jnp.floating) for flag, dtype in flags]
+    return [kind in sums for kind, part in match(accumulators, traced.output) for _ in jax.tree.leaves(part)]
 
 
 def _by_factors(
@@ -112,7 +114,7 @@ def _by_factors(
 ) -> Callable[..., PyTree]:
     """``aggregate(main(*leaves))`` by factors; its derivative is that of the plain computation."""
     closed, axes = main.closed, tuple(batch.axes)
-    consts, count = closed.consts, len(closed.consts)
+    count = len(closed.consts)
     by_factors = Factored(closed, axes, summed, in_loop)
 
     def fast(*flat: Any) -> PyTree:
@@ -137,7 +139,7 @@ def _by_factors(
 
         return jax.jvp(at, [primals[p] for p in moved], [tangents[p] for p in moved])
 
-    return lambda *leaves: call(*consts, *leaves)
+    return lambda *leaves: call(*main.shared.read(), *leaves)
 
 
 def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: int) -> Explanation:
@@ -162,7 +164,8 @@ def _loop(step: Callable[[PyTree, Any], PyTree], carry: PyTree, plan: Plan) -> P
     full = min(run, plan.full)
     if plan.full == 1 and full:
         carry = step(carry, 0)
-    elif full:
+    elif full or not run:
+        # None is a loop as well, so that the result depends on what it would have been made from: zero gradients.
         # Without the checkpoint the derivative would store what every microbatch computed. It has to enclose the
         # choice of rows and the early stop: what it keeps is then the index alone, and the batch, once.
         remat = jax.checkpoint(step, prevent_cse=False)  # a scan needs no guard against merging the passes

@@ -30,10 +30,10 @@ from . import convolutions  # noqa: F401  (its rule)
 from .binding import bind, own_width
 from .inlining import batched_variables, evaluate, inline, pruned, scan_flags
 from .lazy import Lazy, Squares
-from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole
+from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole, working
 from .one_by_one import dependents, split
 from .rules import ACCEPTS, RULES, adds, loop_sums
-from .sums import Sum, wide
+from .sums import Sum, summed, wide
 
 _REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice", "name")
 _MOST_TERMS = 8  # terms that cannot be joined cost one product for each pair
@@ -177,9 +177,10 @@ class _Evaluator:
         if self.is_zero(v):
             self.zeros.add(out)
         if isinstance(v, Literal) or not v.aval.shape or v in self.scalars:
-            value = self.scalars.get(v) if not isinstance(v, Literal) and v in self.scalars else self.read(v)
-            if value is not None and not jnp.shape(value):
-                self.scalars[out] = jnp.asarray(value).astype(out.aval.dtype)
+            value: Any = self.scalars[v] if not isinstance(v, Literal) and v in self.scalars else self.read(v)
+            if isinstance(value, (Lazy, Squares)) or jnp.shape(value):
+                return
+            self.scalars[out] = bind(e, [value])[0] if e.primitive.name == "convert_element_type" else value
 
     def _outputs(self, e: Any) -> list[Any]:
         planned = any(v in self.kinds for v in e.outvars)
@@ -203,6 +204,9 @@ class _Evaluator:
 
     def _settled(self, v: Any, value: Any, e: Any) -> Any:
         """A lazy value, or the array where that is no larger than its factors."""
+        if isinstance(value, Lazy) and not value.fits(v.aval):
+            # A wrong rule must not lead to a wrong number: norms are taken without the array ever being made.
+            raise UnsupportedError("its rule gave another shape")
         if not isinstance(value, Lazy) or (v in self.uses and all(adds(use) for use in self.uses[v])):
             return value
         value = Lazy(value.shape, value.dtype, merged(value.terms))
@@ -266,7 +270,7 @@ class _Evaluator:
                 held = {x for f in terms[-1].factors for x in f.labels}
                 held |= {x for p in terms[-1].places.values() for x in p.labels}
                 if label is None and not steps & held:  # the same in every step
-                    count = Factor(jnp.asarray(float(length)), (), False)
+                    count = Factor(jnp.asarray(float(length), wide(pieces[i].dtype)), (), False)
                     terms[-1] = terms[-1].replace(scale=(*terms[-1].scale, count))
             return tuple(terms)
 
@@ -498,9 +502,15 @@ def _sum_of(piece: Piece, arrays: Sequence[Any], axes: Sequence[int | None], row
     """The sum over the examples of the arrays that a piece stands for, computed after another one if given."""
     total = jnp.zeros(piece.shape, wide(piece.dtype))
     for i, term in enumerate(piece.terms or ()):
-        part = _sum_of_term(term, arrays, axes, rows, after, total.dtype)
+        part = _sum_of_term(term, arrays, axes, rows, after, _working(term, arrays, total.dtype)).astype(total.dtype)
         total = part if i == 0 else total + part
     return total
+
+
+def _working(term: Term, arrays: Sequence[Any], dtype: Any) -> Any:
+    """The dtype to compute a packed term in."""
+    put = lambda factors: tuple(dataclasses.replace(f, array=arrays[f.array]) for f in factors)
+    return working([term.replace(factors=put(term.factors), scale=put(term.scale))], dtype)
 
 
 def _sum_of_term(
@@ -520,17 +530,21 @@ def _sum_of_term(
     own = sum(label in f.labels for f in product.factors)
     if not own and not any(label in p.labels for p in product.places.values()):
         kept = weight if mask is None else jnp.where(mask, weight, 0)
-        return dense(product, dtype) * (jnp.sum(kept) if kept.ndim else kept * rows)
+        total = dense(product, dtype) * (jnp.sum(kept) if kept.ndim else kept * rows)
+        return total if mask is None else jnp.where(jnp.any(mask), total, 0)
     # A single factor is masked as it is weighted. XLA then adds what is scattered to the sum of the microbatches in
     # place; a bias better shares what its layer weighs.
     if mask is None or (product.places and own < 2):
-        return dense(_weighted(product, label, weight, mask), dtype)
-    # Zero times NaN is NaN: what a masked example holds has to be erased from each factor, which takes a copy.
-    return jax.lax.cond(
-        jnp.all(mask),
-        lambda: dense(_weighted(product, label, weight, None), dtype),
-        lambda: dense(_weighted(product, label, weight, mask), dtype),
-    )
+        total = dense(_weighted(product, label, weight, mask), dtype)
+    else:
+        # Zero times NaN is NaN: what a masked example holds has to be erased from each factor, which takes a copy.
+        total = jax.lax.cond(
+            jnp.all(mask),
+            lambda: dense(_weighted(product, label, weight, None), dtype),
+            lambda: dense(_weighted(product, label, weight, mask), dtype),
+        )
+    shared = any(label not in f.labels for f in product.factors)  # it may be what spoilt all examples
+    return jnp.where(jnp.any(mask), total, 0) if mask is not None and shared else total
 
 
 def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
@@ -565,7 +579,8 @@ def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
 class Factored:
     """A program of one example, ``(constants, leaves) -> outputs``, mapped over microbatches of any size.
 
-    Outputs that are only to be summed over the examples come out as :class:`Sum` where they have factors.
+    Outputs that are only to be summed over the examples come out as :class:`Sum` where they have factors, or where they
+    are the same for all examples.
     """
 
     def __init__(self, closed: ClosedJaxpr, axes: Sequence[int], summed: Sequence[bool], in_loop: bool) -> None:
@@ -573,11 +588,15 @@ class Factored:
         self.in_order = in_loop and jax.default_backend() == "cpu"
         flat = inline(closed, consts_first=True)
         batched = [*[False] * self.count, *[True] * len(self.axes)]
-        self.program = rewrite(flat, batched, summed)
+        self.summed = list(summed)
+        wanted = [
+            s and jnp.issubdtype(v.aval.dtype, jnp.floating) for v, s in zip(flat.jaxpr.outvars, summed, strict=True)
+        ]
+        self.program = rewrite(flat, batched, wanted)
         self.split = None
         if whole := dependents(self.program.closed, batched):
             program = self.program.computed(whole)
-            arrays = [w and p.terms is None for p, w in zip(program.pieces, summed, strict=True) for _ in p.flags]
+            arrays = [w and p.terms is None for p, w in zip(program.pieces, wanted, strict=True) for _ in p.flags]
             if one_by_one := split(program.closed, batched, arrays):
                 self.program, self.split = program, one_by_one
         self.out_axes = self._example_axes()
@@ -609,9 +628,12 @@ class Factored:
         for i, (piece, (arrays, _)) in enumerate(zip(self.program.pieces, groups, strict=True)):
             if i in sums:
                 outs.append(sums[i])
+            elif piece.flags[0]:
+                outs.append(arrays[0])
+            elif self.summed[i]:  # the same for all examples, as the zeros of a frozen parameter: never stacked
+                outs.append(Sum(arrays[0].astype(wide(summed(piece.dtype))) * rows, rows, piece.dtype))
             else:
-                array = arrays[0]
-                outs.append(array if piece.flags[0] else jnp.broadcast_to(array, (rows, *array.shape)))
+                outs.append(jnp.broadcast_to(arrays[0], (rows, *piece.shape)))
         return outs
 
     def _sums(self, groups: Sequence[tuple[list[Any], list[int | None]]], rows: int) -> dict[int, Sum]:

@@ -98,6 +98,7 @@ def _part(kind: Any, plan: Plan, outputs: PyTree, per_example: bool) -> Accumula
     """The accumulator for one leaf of the accumulator tree."""
     if isinstance(kind, WeightedMean):
         _check_pair(outputs, per_example)
+        kind = dataclasses.replace(kind, finalize=functools.partial(_rounded_pair, kind.finalize, outputs))
     if isinstance(kind, Accumulator):
         return dataclasses.replace(kind, update=functools.partial(_checked_update, kind.update))
     described, treedef = flatten(outputs)
@@ -147,11 +148,17 @@ def _check_pair(outputs: PyTree, per_example: bool) -> None:
         )
 
 
+def _rounded_pair(finalize: Callable[[PyTree], PyTree], outputs: PyTree, carry: PyTree) -> PyTree:
+    """The result of :func:`weighted_mean`, which is wide, in the dtypes of the outputs; weights are counted."""
+    value, weight = finalize(carry)
+    value = jax.tree.map(lambda x, out: x.astype(out.dtype), value, outputs[0])
+    return value, weight.astype(summed(outputs[1].dtype))
+
+
 def _sum(plan: Plan, out: Output, per_example: bool) -> Accumulator:
-    # A boolean is joined by "or" where a microbatch returns it, as `+` does; over examples it is a count.
-    counts = per_example or out.dtype != jnp.bool_
-    dtype = wide(out.dtype) if counts else out.dtype
-    result = summed(out.dtype) if counts and not out.zero else out.dtype
+    # What microbatches return is added as by `+`, which joins booleans by "or"; examples are counted, as by `sum`.
+    result = summed(out.dtype) if per_example and not out.zero else out.dtype
+    dtype = wide(result)
     return Accumulator(
         init=lambda x: jnp.zeros(x.shape, dtype),
         update=lambda carry, value, i: carry + value.astype(dtype),
@@ -230,7 +237,8 @@ def _concat(plan: Plan, out: Output, per_example: bool) -> Accumulator:
         return _concat_strided(plan, out, each, left)
 
     def update(carry: jax.Array, value: jax.Array, index: Any) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(carry, value.reshape(-1, *rest), index * length, 0)
+        rows = value.reshape(-1, *rest)[: len(carry)]  # of an empty batch, a microbatch that does not run
+        return jax.lax.dynamic_update_slice_in_dim(carry, rows, index * length, 0)
 
     return Accumulator(
         init=lambda x: jnp.zeros((plan.full * length + left, *rest), out.dtype),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .networks import Factor, Term, UnsupportedError, dense, whole
+from .networks import Factor, Term, UnsupportedError, consistent, dense, lengths, whole, working
 from .sums import wide
 
 
@@ -37,11 +37,16 @@ class Lazy:
             and (self.stored == math.prod(self.shape))
         )
 
+    def fits(self, aval: Any) -> bool:
+        """Whether it stands for an array of this kind: its terms have the shape, and factors that of their labels."""
+        same = self.shape == aval.shape and self.dtype == aval.dtype
+        return same and all(lengths(t) == self.shape and consistent(t) for t in self.terms)
+
     def dense(self) -> jax.Array:
         """The array."""
         total = jnp.zeros(self.shape, self.dtype)
         for i, term in enumerate(self.terms):
-            part = dense(term, wide(self.dtype))
+            part = dense(term, working([term], self.dtype))
             total = part if i == 0 else total + part
         return total.astype(self.dtype)
 
@@ -57,7 +62,7 @@ class Lazy:
 
     def times(self, scalar: Any, batched: bool) -> Lazy:
         """The product with a number."""
-        factor = Factor(jnp.asarray(scalar), (), batched)
+        factor = Factor(jnp.asarray(scalar, wide(self.dtype) if isinstance(scalar, float) else None), (), batched)
         return self.map(lambda t: t.replace(scale=(*t.scale, factor)))
 
 
@@ -81,4 +86,6 @@ def lazy(ev: Any, v: Any) -> Lazy:
         return value
     if ev.is_zero(v):
         return Lazy(v.aval.shape, v.aval.dtype, ())
+    if not jnp.issubdtype(v.aval.dtype, jnp.floating):
+        raise UnsupportedError(f"an array of {v.aval.dtype.name}")
     return Lazy(value.shape, value.dtype, (whole(value, ev.is_batched(v)),))

@@ -168,7 +168,7 @@ def micro_vmap(
     After ``optax.microbatching.micro_vmap``; ``remainder``, ``partition`` and prefix trees in ``in_axes`` are added.
 
     Shapes: mapped arrays ``[..., batch, ...]``, results ``[batch, ...]`` under ``CONCAT``, else without the batch.
-    Dtypes are those of ``fun``; a ``SUM`` of booleans is a count.
+    Dtypes are those of ``fun``; a ``SUM`` of booleans or integers has that of ``jnp.sum``.
 
     Args:
         fun: The function of one example.

@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 from .binding import bind
 from .lazy import Lazy, lazy
 from .networks import Factor, Label, Places, Term, UnsupportedError, Windows, contiguous, new_label, split_label
+from .sums import is_narrow
 
 
 def _transpose(ev: Any, e: Any) -> Lazy:
@@ -59,7 +60,14 @@ def _broadcast(ev: Any, e: Any) -> Any:
     v, shape, where = e.invars[0], e.params["shape"], e.params["broadcast_dimensions"]
     if isinstance(v, Literal) or not ev.is_batched(v):
         return bind(e, [ev.array(v)])[0]
-    given = v.aval.shape
+    return repeated(lazy(ev, v), shape, where)
+
+
+def repeated(value: Lazy, shape: Sequence[int], where: Sequence[int]) -> Lazy:
+    """The value repeated to a shape, in which its own axes stand at the places ``where``."""
+    given = value.shape
+    if given == tuple(shape):
+        return value
 
     def spread(t: Term) -> Term:
         axes, sizes = [], dict(t.sizes)
@@ -74,22 +82,52 @@ def _broadcast(ev: Any, e: Any) -> Any:
                 axes.append((label,))
         return t.replace(axes=tuple(axes), sizes=sizes)
 
-    return lazy(ev, v).map(spread, shape)
+    return value.map(spread, shape)
 
 
-def _convert(ev: Any, e: Any) -> Lazy:
-    dtype = jnp.dtype(e.params["new_dtype"])
-    value = lazy(ev, e.invars[0])
+def _convert(ev: Any, e: Any) -> Any:
+    v, dtype = e.invars[0], jnp.dtype(e.params["new_dtype"])
+    given = v.aval.dtype
+    exact = _holds(dtype, given)
+    if not isinstance(ev.read(v), Lazy) and not exact:
+        return bind(e, [ev.array(v)])[0]
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UnsupportedError(f"a cast to {dtype.name}")
-    if dtype == jnp.float64 and value.dtype != jnp.float64:
+    if not exact and is_narrow(dtype) and not _was(ev, v, dtype):
+        raise UnsupportedError(f"a cast to {dtype.name}, which large numbers do not fit")
+    value = lazy(ev, v)
+    if (dtype == jnp.float64 and given != dtype) or jnp.finfo(given).bits < 16:  # einsum does not promote 8 bits
 
         def widened(t: Term) -> Term:
-            factors = (dataclasses.replace(f, array=f.array.astype(dtype)) for f in t.factors)
-            return t.replace(factors=tuple(factors))
+            cast = lambda x: x if x.dtype == jnp.bool_ else x.astype(dtype)
+            return t.replace(factors=tuple(dataclasses.replace(f, array=cast(f.array)) for f in t.factors))
 
         value = value.map(widened)
     return Lazy(value.shape, dtype, value.terms)
+
+
+def _holds(dtype: Any, given: Any) -> bool:
+    """Whether a floating-point type has all numbers of another."""
+    if not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(given, jnp.floating)):
+        return False
+    ours, theirs = jnp.finfo(dtype), jnp.finfo(given)
+    return bool(ours.nmant >= theirs.nmant and ours.maxexp >= theirs.maxexp and ours.minexp <= theirs.minexp)
+
+
+def _was(ev: Any, v: Any, dtype: Any) -> bool:
+    """Whether a variable is what was of this dtype, scaled or masked: what a half-precision gradient is clipped by."""
+    while not isinstance(v, Literal) and v in ev.makers:
+        e = ev.makers[v]
+        name = e.primitive.name
+        if name == "convert_element_type":
+            return bool(e.invars[0].aval.dtype == dtype)
+        if name not in ("mul", "div", "neg", "select_n", "copy", "name"):
+            return False
+        lazies = [x for x in e.invars if not isinstance(x, Literal) and isinstance(ev.read(x), Lazy)]
+        if len(lazies) != 1:
+            return False
+        v = lazies[0]
+    return False
 
 
 def _same(ev: Any, e: Any) -> Lazy:
@@ -239,7 +277,9 @@ def placed(term: Term, axis: int, start: int, size: int, stride: int = 1) -> Ter
     places, sizes = dict(term.places), term.sizes | {out: size}
     if labels and labels[0] in places:
         old = places.pop(labels[0])
-        places[out] = dataclasses.replace(old, index=old.index * stride + start, size=size)
+        index = old.index * stride + start
+        index = index if old.static else jnp.where(old.index < old.size, index, size)
+        places[out] = dataclasses.replace(old, index=index, size=size)
     else:
         n = term.sizes[labels[0]] if labels else 1
         entry = labels or (new_label(),)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -105,7 +106,7 @@ class Windows(Factor):
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where entries stand along an axis of length ``size``: entry k at ``index[k]``, every index within the axis."""
+    """Where entries stand along an axis of length ``size``: entry k at ``index[k]``, nowhere if that is ``size``."""
 
     index: Any  # a NumPy array where it is known while tracing
     labels: tuple[Label, ...]
@@ -116,6 +117,11 @@ class Places:
     def static(self) -> bool:
         """Whether the places are known, and no two entries share one."""
         return isinstance(self.index, np.ndarray)
+
+    @property
+    def inside(self) -> Factor:
+        """One for each entry that stands somewhere."""
+        return Factor(self.index < self.size, self.labels, self.batched)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +166,19 @@ class Term:
     def fresh(self) -> Term:
         """The same term under labels of its own."""
         return self.relabelled({x: new_label() for x in self.sizes})
+
+
+def lengths(term: Term) -> tuple[int, ...]:
+    """The shape of the result."""
+    return tuple(math.prod(term.sizes[x] for x in axis) for axis in term.axes)
+
+
+def consistent(term: Term) -> bool:
+    """Whether every array in the term has the lengths of its labels."""
+    plain = ((f.array.shape, f.labels) for f in (*term.factors, *term.scale) if not isinstance(f, Windows))
+    placed = ((p.index.shape, p.labels) for p in term.places.values())
+    same = all(shape == tuple(term.sizes[x] for x in labels) for shape, labels in (*plain, *placed))
+    return same and all(term.sizes[x] == p.size for x, p in term.places.items())
 
 
 def whole(array: Any, batched: bool) -> Term:
@@ -229,10 +248,9 @@ def _expanded(factors: Iterable[Factor]) -> list[Factor]:
     return [f.expanded() if isinstance(f, Windows) else f for f in factors]
 
 
-def _scaled(value: Any, scale: Sequence[Factor], power: int = 1) -> Any:
+def _scaled(value: Any, scale: Sequence[Factor]) -> Any:
     for f in scale:
-        s = f.array.astype(value.dtype)
-        value = value * (s if power == 1 else s * s)
+        value = value * f.array.astype(value.dtype)
     return value
 
 
@@ -319,7 +337,7 @@ def _over_taps(terms: Sequence[Term], compute: Callable[..., Any]) -> tuple[Any,
 
 def dense(term: Term, dtype: Any) -> Any:
     """The term as an array."""
-    shape = tuple(math.prod(term.sizes[x] for x in axis) for axis in term.axes)
+    shape = lengths(term)
     found = _over_taps([term], lambda part: dense(part, dtype))
     if found is not None:
         parts, order = found
@@ -354,7 +372,7 @@ def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], en
         order = sorted(range(len(at)), key=at.__getitem__)
         where.append(jnp.broadcast_to(jnp.transpose(jnp.asarray(p.index), order).reshape(shape), counts))
     target = jnp.zeros((*(p.size for p in places), *(term.sizes[x] for x in plain)), values.dtype)
-    return target.at[tuple(where)].add(values, mode="promise_in_bounds")
+    return target.at[tuple(where)].add(values, mode="drop")
 
 
 def contiguous(index: Any) -> bool:
@@ -400,11 +418,17 @@ def split_label(term: Term, label: Label, first: int) -> Term:
     return term.replace(factors=tuple(factors), axes=axes, sizes=sizes)
 
 
-def _meetings(left: Any, right: Any) -> Any:
-    """How many pairs of entries are equal; in a loop, as XLA on CPU would write out all comparisons to sum them."""
-    right = jnp.asarray(right)
+def _compared(x: Places, y: Places) -> tuple[Any, Any]:
+    """The indices of both, equal where entries meet: not where neither stands anywhere."""
+    right = jnp.asarray(y.index)
+    return jnp.asarray(x.index), right if x.static or y.static else jnp.where(right < y.size, right, -1)
+
+
+def _meetings(x: Places, y: Places) -> Any:
+    """How many pairs of entries meet; in a loop, as XLA on CPU would write out all comparisons to sum them."""
+    left, right = _compared(x, y)
     count = lambda _, i: (None, jnp.sum(i == right, dtype=jnp.int32))
-    return jnp.sum(jax.lax.scan(count, None, jnp.asarray(left).reshape(-1), unroll=8)[1])
+    return jnp.sum(jax.lax.scan(count, None, left.reshape(-1), unroll=8)[1])
 
 
 def inner(a: Term, b: Term, dtype: Any) -> Any:
@@ -441,9 +465,9 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
     ours, theirs = _expanded(a.factors), _expanded(b.factors)
     for from_b, label, p in gathered:
         if from_b:
-            theirs = [taken(f, label, p) for f in theirs]
+            theirs = read_at(theirs, label, p)
         else:
-            ours = [taken(f, label, p) for f in ours]
+            ours = read_at(ours, label, p)
     theirs = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in theirs]
     factors = [*ours, *theirs]
     placed = [tuple(table.get(k, k) for p in pair for k in p.labels) for pair in pairs]
@@ -453,16 +477,18 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
         alone = len(set(labels)) == len(labels) and all(uses[k] == 1 for k in labels)
         batched = at_x.batched or at_y.batched
         if alone:
-            factors.append(Factor(_meetings(at_x.index, at_y.index).astype(dtype), (), batched))
+            factors.append(Factor(_meetings(at_x, at_y).astype(dtype), (), batched))
         else:
-            left = jnp.asarray(at_x.index).reshape(*at_x.index.shape, *[1] * len(at_y.labels))
-            factors.append(Factor((left == jnp.asarray(at_y.index)).astype(dtype), labels, batched))
+            left, right = _compared(at_x, at_y)
+            met = left.reshape(*left.shape, *[1] * right.ndim) == right
+            factors.append(Factor(met.astype(dtype), labels, batched))
     value = _einsum(factors, (), sizes, dtype, a.precision)
     # A label that no factor has is an axis along which the product is constant.
     free = [x for t in (a, b) for x in t.out if x not in t.places]
     free += [k for t in (a, b) for p in t.places.values() for k in p.labels]
     value = value * math.prod(sizes[x] for x in dict.fromkeys(table.get(x, x) for x in free) if x not in held)
-    return _scaled(_scaled(value, a.scale), b.scale)
+    one = jnp.ones((), value.dtype)
+    return value * _scaled(one, a.scale) * _scaled(one, b.scale)  # each by itself: together they might overflow
 
 
 def taken(f: Factor, label: Label, places: Places) -> Factor:
@@ -472,10 +498,18 @@ def taken(f: Factor, label: Label, places: Places) -> Factor:
     i = f.labels.index(label)
     if places.static and contiguous(places.index):
         array = jax.lax.slice_in_dim(f.array, int(places.index[0]), int(places.index[-1]) + 1, axis=i)
-    else:
+    elif places.static:
         array = jnp.take(f.array, jnp.asarray(places.index), axis=i, mode="clip")
+    else:
+        array = jnp.take(f.array, places.index, axis=i, mode="fill", fill_value=0)
     labels = (*f.labels[:i], *places.labels, *f.labels[i + 1 :])
     return Factor(array, labels, f.batched or places.batched)
+
+
+def read_at(factors: Sequence[Factor], label: Label, places: Places) -> list[Factor]:
+    """Factors read at the places along an axis that is summed over: what stands nowhere counts as zero."""
+    found = [taken(f, label, places) for f in factors]
+    return found if places.static or any(label in f.labels for f in factors) else [*found, places.inside]
 
 
 def self_inner(term: Term, dtype: Any) -> Any:
@@ -494,15 +528,16 @@ def self_inner(term: Term, dtype: Any) -> Any:
         direct = _path(groups, flags, entries, sizes)[1] + 8 * math.prod(sizes[x] for x in entries)
         if direct <= _path([*groups, *again], [*flags, *flags], (), sizes)[1]:
             values = _einsum(_expanded(term.factors), entries, term.sizes, dtype, term.precision)
-            return _scaled(jnp.sum(jnp.square(values)), term.scale, 2)
+            return jnp.sum(jnp.square(_scaled(values, term.scale)))
     value = inner(term, term, dtype)
     return jnp.zeros((), dtype) if value is None else value
 
 
 def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
     """The squared norm of a sum of terms, products of different terms included."""
-    dtype = wide(dtype)
+    dtype = working(terms, dtype)
     total = jnp.zeros((), dtype)
+    terms = [balanced(t) for t in terms]
     for i, a in enumerate(terms):
         total = total + _masked(self_inner(a, dtype), a.mask)
         for b in terms[:i]:
@@ -511,6 +546,29 @@ def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
                 total = total + 2 * _masked(_masked(product, a.mask), b.mask)
     # Where entries of a product cancel, rounding may leave less than nothing.
     return jnp.maximum(total, 0)
+
+
+def working(terms: Sequence[Term], dtype: Any) -> Any:
+    """The dtype to compute terms of an array of this dtype in: no narrower than what they are made of."""
+    parts = [f.array.dtype for t in terms for f in (*t.factors, *t.scale) if f.array.dtype != jnp.bool_]
+    return functools.reduce(jnp.promote_types, parts, wide(dtype))
+
+
+def balanced(term: Term) -> Term:
+    """A scaled term whose factors have entries up to 1: what is scaled up or down might not be squared without."""
+    usual = lambda x: not isinstance(x, jax.core.Tracer) and 1e-6 < abs(float(x)) < 1e6
+    if all(usual(f.array) for f in term.scale):
+        return term
+    factors, sizes = [], []
+    for f in term.factors:
+        if f.array.dtype != jnp.bool_ and f.array.size:
+            array = f.array.astype(wide(f.array.dtype))
+            size = jnp.max(jnp.abs(array))
+            size = jnp.where(size == 0, 1, size)
+            sizes.append(Factor(size, (), f.batched))
+            f = dataclasses.replace(f, array=array / size)
+        factors.append(f)
+    return term.replace(factors=tuple(factors), scale=(*term.scale, *sizes))
 
 
 def _masked(value: Any, mask: Any) -> Any:
@@ -522,9 +580,10 @@ def folded(term: Term) -> Term:
     if not term.scale or not term.factors:
         return term
     factors = list(term.factors)
-    i = min(range(len(factors)), key=lambda i: (not factors[i].batched, factors[i].stored))
+    is_mask = lambda f: f.array.dtype == jnp.bool_
+    i = min(range(len(factors)), key=lambda i: (is_mask(factors[i]), not factors[i].batched, factors[i].stored))
     f = factors[i]
-    dtype = f.array.dtype if jnp.issubdtype(f.array.dtype, jnp.inexact) else term.scale[0].array.dtype  # a mask
+    dtype = term.scale[0].array.dtype if is_mask(f) else f.array.dtype
     value = _scaled(f.array.astype(wide(dtype)), term.scale)
     factors[i] = dataclasses.replace(f, array=value, batched=f.batched or any(s.batched for s in term.scale))
     return term.replace(factors=tuple(factors), scale=())

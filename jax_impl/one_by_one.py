@@ -158,10 +158,11 @@ def _extend(jaxpr: Any, varying: set[Any], inside: set[Any]) -> None:
             continue
         e = makers[v]
         name = e.primitive.name
-        entries = sum(x.aval.size for x in e.invars if _in(x, varying))
-        if len(e.outvars) == 1 and (name in _MOVES or (name in _PRODUCTS and entries < v.aval.size)):
+        own = [x for x in e.invars if _in(x, varying)]
+        moves = name in _MOVES or (name == "mul" and len(own) == 1)  # the same for all, but for a number
+        if len(e.outvars) == 1 and (moves or (name in _PRODUCTS and sum(x.aval.size for x in own) < v.aval.size)):
             inside.add(v)
-            waiting += [x for x in e.invars if name in _MOVES]
+            waiting += [x for x in e.invars if moves]
 
 
 def _in(v: Any, variables: set[Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from .binding import bind
 from .lazy import Lazy, Squares, lazy
-from .moves import placed
+from .moves import placed, repeated
 from .networks import (
     Factor,
     Label,
@@ -21,14 +21,17 @@ from .networks import (
     Term,
     UnsupportedError,
     Windows,
+    balanced,
     inner,
     matched,
     new_label,
+    read_at,
     squared_norm,
     taken,
     whole,
+    working,
 )
-from .sums import wide
+from .sums import is_narrow, wide
 
 # Arithmetic
 
@@ -58,15 +61,21 @@ def _multiply(ev: Any, e: Any) -> Any:
     left, right = e.invars
     if ev.kinds.get(e.outvars[0]) == "squares":
         return Squares(lazy(ev, left))
+    shape, dtype = e.outvars[0].aval.shape, e.outvars[0].aval.dtype
     for value, other in ((left, right), (right, left)):
         number = _number(ev, other)
         if number is not None and not isinstance(value, Literal):
-            return lazy(ev, value).times(number, ev.is_batched(other))
+            return _scaled(ev, value, shape, number, ev.is_batched(other))
     a, b = lazy(ev, left), lazy(ev, right)
     if len(a.terms) * len(b.terms) > 4:
         raise UnsupportedError("a product of sums")
-    shape, dtype = e.outvars[0].aval.shape, e.outvars[0].aval.dtype
     return Lazy(shape, dtype, tuple(_product(s, t) for s in a.terms for t in b.terms))
+
+
+def _scaled(ev: Any, v: Any, shape: Sequence[int], number: Any, batched: bool) -> Lazy:
+    """A variable times a number, of this shape: the operands of a product are repeated along axes of length 1."""
+    value = lazy(ev, v)
+    return repeated(value, shape, range(len(shape) - len(value.shape), len(shape))).times(number, batched)
 
 
 def _product(a: Term, b: Term) -> Term:
@@ -98,6 +107,12 @@ def _narrowed(f: Factor, term: Term) -> Factor:
     return Factor(jnp.squeeze(f.array, single), tuple(x for i, x in enumerate(f.labels) if i not in single), f.batched)
 
 
+def _of_products(*dtypes: Any) -> Any:
+    """The dtype for products that the program itself never forms: those of float16 and smaller may not fit it."""
+    roomy = [wide(dtype) if is_narrow(dtype) else dtype for dtype in dtypes]
+    return functools.reduce(jnp.promote_types, roomy)
+
+
 def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
     """The term with more factors, each multiplied into one that has its labels, if there is one."""
     factors = list(term.factors)
@@ -107,7 +122,8 @@ def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
             for i, g in enumerate(factors)
             if set(f.labels) <= set(g.labels) and not isinstance(g, Windows) and not isinstance(f, Windows)
         ]
-        if not f.labels:
+        mask = f.array.dtype == jnp.bool_
+        if not f.labels and not (mask and fits):
             term = term.replace(scale=(*term.scale, f))
         elif fits and len(set(f.labels)) == len(f.labels):
             i = min(fits, key=lambda i: factors[i].stored)
@@ -115,25 +131,48 @@ def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
             at = [g.labels.index(label) for label in f.labels]
             order = sorted(range(len(at)), key=at.__getitem__)
             shape = [term.sizes[x] if x in f.labels else 1 for x in g.labels]
-            # A mask takes no more digits than the factor has; numbers keep theirs, a small scale in half precision too.
-            dtype = jnp.promote_types(g.array.dtype, f.array.dtype)
-            array = g.array.astype(dtype) * f.array.transpose(order).reshape(shape).astype(dtype)
+            aligned = f.array.transpose(order).reshape(shape)
+            if mask:
+                array = jnp.where(aligned, g.array, jnp.zeros((), g.array.dtype))  # whatever stands there
+            else:
+                dtype = _of_products(g.array.dtype, f.array.dtype)
+                array = g.array.astype(dtype) * aligned.astype(dtype)
             factors[i] = dataclasses.replace(g, array=array, batched=g.batched or f.batched)
+        elif mask:
+            factors = [*(_masked(g, f) for g in factors), f]
         else:
             factors.append(f)
     return term.replace(factors=tuple(factors))
 
 
+def _masked(g: Factor, mask: Factor) -> Factor:
+    """The factor without what the mask leaves nothing of, which may be NaN."""
+    twice = any(len(set(f.labels)) < len(f.labels) for f in (g, mask))
+    if twice or not set(g.labels) & set(mask.labels) or isinstance(g, Windows):
+        return g
+    kept = jnp.any(mask.array, [i for i, x in enumerate(mask.labels) if x not in g.labels])
+    labels = [x for x in mask.labels if x in g.labels]
+    order = sorted(range(len(labels)), key=lambda i: g.labels.index(labels[i]))
+    shape = [n if x in labels else 1 for x, n in zip(g.labels, g.array.shape, strict=True)]
+    array = jnp.where(kept.transpose(order).reshape(shape), g.array, jnp.zeros((), g.array.dtype))
+    return dataclasses.replace(g, array=array, batched=g.batched or mask.batched)
+
+
 def _divide(ev: Any, e: Any) -> Lazy:
     value, other = e.invars
     number = _number(ev, other)
-    dtype = e.outvars[0].aval.dtype
-    if number is not None:
-        return lazy(ev, value).times(1 / jnp.asarray(number, dtype), ev.is_batched(other))
+    out = e.outvars[0].aval
+    if number is not None:  # the inverse of a number in half precision may not fit it
+        return _scaled(ev, value, out.shape, 1 / jnp.asarray(number, wide(out.dtype)), ev.is_batched(other))
     if ev.is_batched(other):
         raise UnsupportedError("a quotient that differs between examples")
-    inverse = whole(1 / ev.array(other), False)
-    return lazy(ev, value).map(lambda t: _product(t, inverse), e.outvars[0].aval.shape)
+    inverse = 1 / ev.array(other).astype(_of_products(out.dtype))
+    # Its size apart, so that the factors are balanced where they are squared.
+    size = jnp.max(jnp.abs(inverse), initial=0)
+    size = jnp.where((size > 0) & jnp.isfinite(size), size, 1)
+    term = whole(inverse / size, False)
+    term = term.replace(scale=(*term.scale, Factor(size, (), False)))
+    return lazy(ev, value).map(lambda t: _product(t, term), out.shape)
 
 
 def _select(ev: Any, e: Any) -> Lazy:
@@ -150,7 +189,7 @@ def _select(ev: Any, e: Any) -> Lazy:
     total = Lazy(e.outvars[0].aval.shape, e.outvars[0].aval.dtype, ())
     array = ev.array(which)
     for v, keep in zip(cases, (jnp.logical_not(array), array), strict=True):
-        part = whole(keep.astype(bool), False)
+        part = whole(keep, False)
         total = total.plus(lazy(ev, v).map(functools.partial(_product, b=part)), True)
     return total
 
@@ -173,10 +212,12 @@ def _reduce_sum(ev: Any, e: Any) -> Any:
         if set(gone) & set(kept):
             raise UnsupportedError("a diagonal")
         places = dict(t.places)
-        entries = [k for x in gone if x in places for k in places.pop(x).labels]
+        popped = [places.pop(x) for x in gone if x in places]
+        t = _absorbed(t, [p.inside for p in popped if not p.static])
+        entries = [k for p in popped for k in p.labels]
         held = {x for f in t.factors for x in f.labels} | {k for p in places.values() for k in p.labels}
         free = math.prod(t.sizes[x] for x in {*gone, *entries} - held - t.places.keys())
-        scale = t.scale if free == 1 else (*t.scale, Factor(jnp.asarray(float(free)), (), False))
+        scale = t.scale if free == 1 else (*t.scale, Factor(jnp.asarray(float(free), wide(out.dtype)), (), False))
         return t.replace(axes=tuple(axis for d, axis in enumerate(t.axes) if d not in axes), places=places, scale=scale)
 
     return lazy(ev, v).map(summed, out.shape)
@@ -206,8 +247,9 @@ def _dot(ev: Any, e: Any) -> Any:
     out = e.outvars[0].aval
     if not out.shape and all(held):
         order = sorted(range(len(contract_l)), key=lambda i: contract_l[i])
-        turned = b.map(lambda t: t.replace(axes=tuple(t.axes[contract_r[i]] for i in order)))
-        products = [inner(s, t, wide(out.dtype)) for s in a.terms for t in turned.terms]
+        a = a.map(balanced)
+        turned = b.map(lambda t: balanced(t.replace(axes=tuple(t.axes[contract_r[i]] for i in order))))
+        products = [inner(s, t, working([s, t], out.dtype)) for s in a.terms for t in turned.terms]
         masks = [[m for m in (s.mask, t.mask) if m is not None] for s in a.terms for t in turned.terms]
         total = jnp.zeros((), wide(out.dtype))
         for value, mask in zip(products, masks, strict=True):
@@ -218,7 +260,7 @@ def _dot(ev: Any, e: Any) -> Any:
         return total.astype(out.dtype)
     if any(held) and ev.is_batched(right if held[0] else left):
         raise UnsupportedError("a product with what differs between examples")
-    precision = e.params.get("precision")
+    precision, dtype = e.params.get("precision"), out.dtype
 
     def join(s: Term, t: Term) -> tuple[Term, list[Factor]]:
         t = t.fresh()
@@ -235,9 +277,9 @@ def _dot(ev: Any, e: Any) -> Any:
                     if i in batch_l or (x in s.places and y in t.places):
                         raise UnsupportedError("an indexed axis in a product")
                     if x in s.places:
-                        factors_t = [taken(f, y, s.places[x]) for f in factors_t]
+                        factors_t = read_at(factors_t, y, s.places[x])
                     else:
-                        factors_s = [taken(f, x, t.places[y]) for f in factors_s]
+                        factors_s = read_at(factors_s, x, t.places[y])
                     places.pop(x if x in s.places else y)
                 else:
                     table[y] = x
@@ -264,12 +306,12 @@ def _dot(ev: Any, e: Any) -> Any:
             product, extra = join(s, t)
             # With a weight shared by all examples: into the factor that has its summed axis, for one factor less.
             terms.append(
-                _contracted(product, extra) if any(held) else product.replace(factors=(*product.factors, *extra))
+                _contracted(product, extra, dtype) if any(held) else product.replace(factors=(*product.factors, *extra))
             )
     return Lazy(out.shape, out.dtype, tuple(terms))
 
 
-def _contracted(term: Term, extra: Sequence[Factor]) -> Term:
+def _contracted(term: Term, extra: Sequence[Factor], dtype: Any) -> Term:
     """Join each further factor with the one factor that shares its summed labels, where that makes it no larger."""
     factors = list(term.factors)
     for f in extra:
@@ -283,11 +325,20 @@ def _contracted(term: Term, extra: Sequence[Factor]) -> Term:
             if math.prod(term.sizes[x] for x in labels) <= 4 * g.stored:
                 numbers = {x: i for i, x in enumerate(dict.fromkeys((*g.labels, *f.labels)))}
                 number = lambda given, numbers=numbers: [numbers[x] for x in given]
-                array = jnp.einsum(g.array, number(g.labels), f.array, number(f.labels), number(labels))
+                array = jnp.einsum(
+                    *(g.array, number(g.labels), f.array, number(f.labels), number(labels)),
+                    preferred_element_type=_of_products(g.array.dtype, f.array.dtype, dtype),
+                )
                 factors[sharing[0]] = Factor(array, tuple(labels), g.batched or f.batched)
                 continue
         factors.append(f)
     return term.replace(factors=tuple(factors))
+
+
+def _index(ev: Any, v: Any) -> Any:
+    """Indices, in a type that the lengths of all axes fit."""
+    array = ev.array(v)
+    return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
 
 
 def _scatter_add(ev: Any, e: Any) -> Lazy:
@@ -295,7 +346,7 @@ def _scatter_add(ev: Any, e: Any) -> Lazy:
     numbers = e.params["dimension_numbers"]
     if numbers.operand_batching_dims:
         raise UnsupportedError("a scatter with batch axes")
-    value, where = lazy(ev, updates), ev.array(indices)
+    value, where = lazy(ev, updates), _index(ev, indices)
     given, shape = updates.aval.shape, target.aval.shape
     windows = [d for d in range(len(shape)) if d not in numbers.inserted_window_dims]
     window_axis = dict(zip(windows, numbers.update_window_dims, strict=True))
@@ -306,8 +357,9 @@ def _scatter_add(ev: Any, e: Any) -> Lazy:
     def put(t: Term) -> Term:
         if any(len(axis) > 1 or any(x in t.places for x in axis) for axis in t.axes) or len(set(t.out)) < len(t.out):
             raise UnsupportedError("a scatter of an indexed or merged axis")
-        entries = tuple(x for d in entry_axes for x in t.axes[d])
-        sizes, places, axes, alive = dict(t.sizes), dict(t.places), [], jnp.ones(lead, bool)
+        entries = tuple(x for d in entry_axes for x in t.axes[d] if given[d] != 1)
+        sizes, axes, alive = dict(t.sizes), [], jnp.ones(lead, bool)
+        indices: dict[Label, tuple[Any, tuple[Label, ...]]] = {}
         for d, n in enumerate(shape):
             own = t.axes[window_axis[d]] if d in window_axis else ()
             width = given[window_axis[d]] if d in window_axis else 1
@@ -324,15 +376,26 @@ def _scatter_add(ev: Any, e: Any) -> Lazy:
                 continue
             start, out = jnp.clip(start, 0, n - width), new_label()
             sizes[out] = n
-            index = start[..., None] + jnp.arange(width) if own else start
-            places[out] = Places(index, (*entries, *own), n, batched)
+            indices[out] = (start, own)
             axes.append((out,))
+        places = dict(t.places)
+        for x, (start, own) in indices.items():
+            index, kept = (start[..., None] + jnp.arange(sizes[own[0]]), alive[..., None]) if own else (start, alive)
+            index = index if "CLIP" in mode else jnp.where(kept, index, sizes[x])
+            places[x] = Places(index, (*entries, *own), sizes[x], batched)
         t = t.replace(axes=tuple(axes), sizes=sizes, places=places)
-        if "CLIP" in mode or "PROMISE" in mode:
-            return t
-        return _absorbed(t, [Factor(alive, entries, batched)])
+        return t if "CLIP" in mode else _without(t, entries, alive, batched, indices.keys())
 
     return lazy(ev, target).plus(value.map(put, shape), True)
+
+
+def _without(t: Term, entries: Sequence[Label], alive: Any, batched: bool, placed: Collection[Label]) -> Term:
+    """The term whose entries out of range, dropped also where it was promised that there are none, are zero.
+
+    They may hold NaN, which is what is read out of range. If no array has them, that they stand nowhere is enough.
+    """
+    fits = any(set(entries) <= set(f.labels) and not isinstance(f, Windows) for f in t.factors)
+    return _absorbed(t, [Factor(alive, tuple(entries), batched)]) if fits or not placed else t
 
 
 def one_place(e: Any) -> bool:
@@ -348,7 +411,7 @@ def _scatter(ev: Any, e: Any) -> Lazy:
     if not ev.is_zero(updates) or ev.is_batched(indices):
         raise UnsupportedError("entries that are overwritten")
     ones = jnp.ones(target.aval.shape, target.aval.dtype)
-    mask = whole(bind(e, [ones, ev.array(indices), ev.array(updates)])[0], False)
+    mask = whole(bind(e, [ones, ev.array(indices), ev.array(updates)])[0] != 0, False)
     return lazy(ev, target).map(lambda t: _product(t, mask))
 
 
@@ -373,7 +436,7 @@ def _update_slice(ev: Any, e: Any) -> Lazy:
             labels = t.axes[d]
             if len(labels) > 1 or (labels and labels[0] in t.places):
                 raise UnsupportedError("an update along a merged axis")
-            at = jnp.clip(ev.array(start), 0, n - width)
+            at = jnp.clip(_index(ev, start), 0, n - width)
             index = at + jnp.arange(width) if labels else at
             out = new_label()
             t = t.replace(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .execution import Traced
+from .sums import Shared
 from .trees import PyTree, as_array, flatten_with_names, integer, is_weak, positive, structure, with_weak_type
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -212,9 +213,15 @@ class _Loop:
         _check_step(traced.output, treedef, names, carry)
         y_treedef = structure(traced.output[1])
 
+        # What every step hands on as it got it, a weight say, is shared by all steps.
+        jaxpr = traced.closed.jaxpr
+        kept = [k for k, v in enumerate(jaxpr.invars[: len(carry)]) if jaxpr.outvars[k] is v]
+        shared = Shared([carry[k] for k in kept])
+
         def step(carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-            out = jax.tree.leaves(traced(*carry, *x))
-            return out[: len(carry)], out[len(carry) :]
+            given = dict(enumerate(carry)) | dict(zip(kept, shared.read(), strict=True))
+            out = jax.tree.leaves(traced(*given.values(), *x))
+            return [carry[k] if k in kept else out[k] for k in range(len(carry))], out[len(carry) :]
 
         carry_shapes, y_shapes = map(jax.tree.leaves, traced.output)
 

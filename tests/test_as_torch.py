@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import gc
@@ -725,3 +726,28 @@ def test_an_axis_of_length_1_may_have_any_stride(shape: tuple[int, ...], strides
     for again in (w, values.reshape(shape).requires_grad_()):  # the usual strides, after the others, and before
         (g,) = torch.autograd.grad(call(again, w.detach()), again)
         torch.testing.assert_close(g, w.detach() * w.detach().cos() + 2 * w.detach())
+
+
+def test_a_skeleton_on_the_meta_device_whose_parameters_are_all_replaced() -> None:
+    linear = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    skeleton = copy.deepcopy(linear).to("meta")
+    state = {k: v.detach() for k, v in linear.state_dict().items()}
+    x = torch.randn(3, 2)
+    through = lambda x: torch.func.functional_call(skeleton, state, (x,))
+    torch.testing.assert_close(as_torch(as_jax(through))(x), linear(x).detach())
+    del state["1.weight"]
+    with pytest.raises(TypeError, match=r"test_as_torch.py:\d+: .* on the meta device"):
+        as_torch(as_jax(through))(x)
+
+
+def test_forward_mode_inside_over_writes_into_views() -> None:
+    def filled(v: torch.Tensor) -> torch.Tensor:
+        m = torch.zeros(2, 3)
+        m[0, :2] = v.sin()
+        m[:, 1].mul_(v)
+        m[1] += v.sum()
+        return m
+
+    x = torch.tensor([0.3, 0.7])
+    for derive in (torch.func.jacfwd, torch.func.hessian):
+        torch.testing.assert_close(as_torch(as_jax(derive(filled)))(x), derive(filled)(x))

@@ -854,7 +854,6 @@ def test_a_training_step_under_torch_compile() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.xfail(reason="torch.compile inside of a trace is refused in words that do not name it")
 def test_a_compiled_function_inside_of_a_call() -> None:
     inner = torch.compile(lambda t: t.sin() * 2, backend="eager")
     torch.testing.assert_close(_through(lambda x: inner(x) + 1)(X), X.sin() * 2 + 1)
@@ -1212,3 +1211,55 @@ def test_derivatives_of_a_call_within_a_call_with_captured_parameters() -> None:
     torch.testing.assert_close(mt.lift(jax.grad)(call)(x), (x * w).cos() * w)
     expected = func.hessian(lambda rows: (rows * w).sin().sum())(x).reshape(12, 12)
     torch.testing.assert_close(mt.hessian(call, x)[0], expected)
+
+
+def test_results_for_detached_parameters_do_not_require_grad():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    detached = {k: p.detach().clone() for k, p in model.named_parameters()}
+    x = torch.randn(4, 3)
+    loss = lambda p, x: torch.func.functional_call(model, p, (x,)).square().sum()
+    calls = (
+        lambda p: mt.micro_grad(loss, microbatch_size=2)(p, x)[0],
+        lambda p: mt.clipped_grad(loss, l2_clip_norm=1.0)(p, x),
+        lambda p: mt.hessian(lambda q: loss(q, x), p)[0],
+    )
+    for call in calls:  # the module's own parameters, which are replaced, are captured all the same
+        assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(call(detached)))
+    tracked = {k: p.clone().requires_grad_() for k, p in detached.items()}
+    assert all(g.requires_grad for g in mt.clipped_grad(loss, l2_clip_norm=1.0)(tracked, x).values())
+
+
+_VECTORIZED: dict[str, Fun] = {
+    "is_grads_batched": lambda x: torch.autograd.grad(x.sin(), x, torch.eye(2), is_grads_batched=True)[0],
+    "is_grads_batched, create_graph": lambda x: (
+        torch.autograd.grad(x.sin(), x, torch.eye(2), is_grads_batched=True, create_graph=True)[0].sin().sum()
+    ),
+    "is_grads_batched, unused": lambda x: torch.stack(
+        [
+            x if g is None else g[0]
+            for g in torch.autograd.grad(
+                x.sin(), (x, x.detach().requires_grad_()), torch.eye(2), is_grads_batched=True, allow_unused=True
+            )
+        ]
+    ),
+    "jacobian": lambda x: torch.autograd.functional.jacobian(lambda t: t.sin() * t.sum(), x, vectorize=True),
+    "jacobian, forward": lambda x: torch.autograd.functional.jacobian(
+        lambda t: t.sin() * t.sum(), x, vectorize=True, strategy="forward-mode"
+    ),
+    "jacobian, create_graph": lambda x: torch.autograd.functional.jacobian(
+        lambda t: t.sin() * t.sum(), x, vectorize=True, create_graph=True
+    ),
+    "hessian": lambda x: torch.autograd.functional.hessian(lambda t: t.sin().prod(), x, vectorize=True),
+    "hessian, forward": lambda x: torch.autograd.functional.hessian(
+        lambda t: t.sin().prod(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
+    ),
+}
+
+
+def test_vectorized_derivatives_inside_of_a_call() -> None:
+    x = torch.tensor([0.3, 0.7], requires_grad=True)
+    run = lambda x: {name: fun(x) for name, fun in _VECTORIZED.items()}
+    got, want = _through(run)(x), run(x)
+    torch.testing.assert_close(got, want)
+    sums = [sum(t.sum() for name, t in found.items() if "create" in name) for found in (got, want)]
+    torch.testing.assert_close(*(torch.autograd.grad(total, x) for total in sums))

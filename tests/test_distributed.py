@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a module whose forward pass is a call: its hooks fire, and gradients are averaged."""
+"""Modules that several processes share: hooks fire where they would in torch, and what would miss them is refused."""
 
 from __future__ import annotations
 
@@ -78,3 +78,61 @@ def test_two_processes_end_with_the_mean_of_their_gradients(tmp_path: Path) -> N
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         assert out.split() == ["as_torch", "microbatch", "chunked_vmap"]
+
+
+_SHARED = """
+import sys, warnings
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
+from microtome import torch_api as mt
+
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+net = lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+x = torch.ones(2, 3)
+
+
+def sharded():
+    module = net()
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def backward(model, loss=lambda model, x: model(x).sum()):
+    mt.clipped_backward(model, loss, max_grad_norm=1.0)(x)
+
+
+shared = [
+    (DistributedDataParallel(net()), "DistributedDataParallel"),
+    (FullyShardedDataParallel(net(), device_id=torch.device("cpu")), "FullyShardedDataParallel"),
+    (sharded(), ("DTensor", "FSDPSequential")),
+    (distribute_module(net(), mesh), "DTensor"),
+]
+for model, names in shared:
+    around = nn.Sequential(model, nn.Tanh())
+    plain = nn.Linear(3, 1)
+    captured = lambda plain, x: plain(x).sum() + model(x).sum()
+    for refused in (lambda: backward(model), lambda: backward(around), lambda: backward(plain, captured)):
+        try:
+            refused()
+        except ValueError as error:
+            assert str(error).startswith(names) and "all_reduce" in str(error), error
+        else:
+            raise AssertionError(names)
+    assert all(p.grad is None for p in around.parameters())
+dist.destroy_process_group()
+print("refused")
+"""
+
+
+def test_clipped_gradients_of_shared_modules_are_refused_by_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SHARED, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused"]

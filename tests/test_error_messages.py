@@ -124,11 +124,11 @@ def a_label_out_of_range() -> Any:
 def an_activation_kept() -> Any:
     kept = []
 
-    def loss(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def loss(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:  # mark
         kept.append(p * x)
         return kept[-1].sum()
 
-    return mt.micro_grad(loss)(W, X)  # mark
+    return mt.micro_grad(loss)(W, X)
 
 
 @mistake

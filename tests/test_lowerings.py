@@ -427,3 +427,32 @@ def test_what_torch_refuses_gives_no_number(name: str) -> None:
         fun(*tensors)
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         as_torch(as_jax(fun))(*tensors)
+
+
+def test_memory_read_as_another_dtype() -> None:
+    torch.manual_seed(0)
+    real = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+    whole = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+    tensors = [*((torch.randn(3, 8) * 5).to(dtype) for dtype in (*real, *whole)), torch.randn(3, 8) > 0]
+
+    def views(*tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {f"{x.dtype} as {dtype}": x.view(dtype) for x in tensors for dtype in (*real, *whole)}
+
+    got, want = as_torch(as_jax(views))(*tensors), views(*tensors)
+    assert len(got) == 132
+    for name, view in want.items():
+        assert got[name].dtype == view.dtype, name
+        assert torch.equal(got[name].view(torch.uint8), view.view(torch.uint8)), name
+
+
+def test_repeated_elements_of_a_size_that_is_given() -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    fun = lambda x, n: torch.repeat_interleave(x, n, dim=1, output_size=4)
+    for counts in ([1, 3], [0, 4]):
+        n = torch.tensor(counts)
+        got, want = as_torch(as_jax(fun))(x, n), fun(x, n)
+        assert torch.equal(got, want)
+        grads = [torch.autograd.grad((out * torch.arange(4)).sum(), x)[0] for out in (got, want)]
+        assert torch.equal(*grads)
+    with pytest.raises(RuntimeError, match="allocated size does not match"):
+        as_torch(as_jax(fun))(x, torch.tensor([1, 1]))

@@ -135,12 +135,32 @@ def test_half_precision_sums_do_not_stall(dtype):
     assert_same(grads, 1000 * w, exact=True)
 
 
-def test_integers_and_booleans_keep_their_dtype():
-    x = jnp.array([3, -1, 4, -1], jnp.int8)
-    fun = lambda b: ((b > 0).any(), b.sum(dtype=jnp.int8), b)
-    assert_same(microbatch(fun, 0, 2, (SUM, SUM, CONCAT))(x), fun(x), exact=True)
-    each = micro_vmap(lambda b: (b > 0, b), microbatch_size=2, accumulator=SUM)(x)
-    assert_same(each, ((x > 0).sum(), jnp.int8(5)), exact=True)
+@pytest.mark.parametrize("wide", [False, SLOW(True)])
+def test_integers_and_booleans_are_added_by_plus_and_summed_over_examples(wide):
+    with jax.enable_x64(wide):
+        x = jnp.array([3, -1, 4, -1], jnp.int8)
+        fun = lambda b: ((b > 0).any(), b.sum(dtype=jnp.int8), b)
+        assert_same(microbatch(fun, 0, 2, (SUM, SUM, CONCAT))(x), fun(x), exact=True)
+        rows = [jnp.full(300, 100, dtype) for dtype in (jnp.int8, jnp.int16, jnp.uint8, jnp.int32)]
+        each = micro_vmap(lambda *b: (b[0] > 0, *b), microbatch_size=150, accumulator=SUM)(*rows)
+        sums = [row.sum() for row in ((rows[0] > 0), *rows)]
+        sums[3] = sums[3].astype(int) if wide else sums[3]
+        assert_same(each, tuple(sums), exact=True)
+
+
+def test_weights_neither_wrap_nor_overflow():
+    rows = jnp.full(300, 2.0)
+    for dtype, one, total in (
+        (jnp.int8, 100, jnp.int32(30000)),
+        (jnp.float16, 6e4, jnp.float16(jnp.inf)),
+        (bool, 1, 300),
+    ):
+        weights = jnp.full(300, one, dtype)
+        both = micro_vmap(lambda x, w: (x, w), microbatch_size=150, accumulator=weighted_mean())(rows, weights)
+        assert_same(both, (jnp.float32(2), jnp.asarray(total)), exact=True)
+        pair = lambda x, w: (x[0], w[0])
+        both = microbatch(pair, (0, 1), 1, weighted_mean())(rows, weights)
+        assert_same(both, (jnp.float32(2), jnp.asarray(total)), exact=True)
 
 
 @pytest.mark.parametrize("partition", [SLOW("strided"), "contiguous"])

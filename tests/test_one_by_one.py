@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 
 import jax
@@ -230,3 +231,50 @@ def test_torch_losses_with_integer_labels(size, always):
     assert got.keys() == want.keys()
     for k, g in got.items():
         torch.testing.assert_close(g, want[k].sum(0))
+
+
+_SIDE = 512
+_STILL = {
+    "stopped": lambda p, x: (x @ jax.lax.stop_gradient(p["w"]) @ p["b"]).sum(),
+    "unreached": lambda p, x: jnp.tanh(x @ p["b"]).sum(),
+    "times zero": lambda p, x: (x @ p["b"]).sum() + 0 * p["w"].sum(),
+    "rounded": lambda p, x: jnp.tanh(x @ jnp.round(p["w"]) @ p["b"]).sum(),
+    "the same for all": lambda p, x: (x @ p["b"]).sum() + (p["w"] ** 2).sum(),
+    "multiplied by a number of each": lambda p, x: jnp.tanh((x @ p["b"]).sum() + (p["w"] * jnp.int32(0)).sum()),
+}
+_OPTIONS = [{}, {"transform_fn": entries}, {"metrics_fn": norm, "accumulator": AccumulationType.MEAN}]
+
+
+@pytest.mark.parametrize("name", [_SLOW(n) if n in ("unreached", "times zero") else n for n in _STILL])
+def test_gradients_that_are_the_same_for_all_are_not_stacked(name):
+    params = {"w": jnp.full((_SIDE, _SIDE), 0.25), "b": jnp.full((_SIDE, 1), 0.5), "n": jnp.zeros((_SIDE, _SIDE), int)}
+    x = jnp.ones((64, _SIDE))
+    for options in _OPTIONS:
+        fun = micro_grad(_STILL[name], microbatch_size=32, **options)
+        compiled = jax.jit(lambda p, fun=fun: fun(p, x)[0]).lower(params).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 4 * 4 * _SIDE**2  # stacked: 32 times this for each
+        floats = {k: params[k] for k in ("b", "w")}
+        one = jax.grad(lambda p: _STILL[name](params | p, x[:1]))(floats) | {"n": params["n"]}
+        count = 1 if "accumulator" in options else len(x)
+        want = jax.tree.map(functools.partial(operator.mul, count), options.get("transform_fn", lambda g: g)(one))
+        assert_same(compiled(params), want)
+
+
+@pytest.mark.parametrize("how", ["frozen", "detached", _SLOW("unreached"), _SLOW("trained")])
+def test_frozen_parameters_of_torch_are_not_stacked(how):
+    model = torch.nn.Sequential(torch.nn.Linear(_SIDE, _SIDE, bias=False), torch.nn.Linear(_SIDE, 1))
+    first, last = model[0].weight.requires_grad_(how != "frozen"), model[1]
+
+    def loss(p, x):
+        hidden = x if how == "unreached" else x @ (p["0.weight"].detach() if how == "detached" else p["0.weight"])
+        return torch.tanh(hidden @ p["1.weight"].T + p["1.bias"]).sum()
+
+    params, x = dict(model.named_parameters()), torch.ones(64, _SIDE) / _SIDE
+    assert first.numel() > last.weight.numel()
+    clamp = lambda grads: {k: g.clamp(-1, 1) for k, g in grads.items()}
+    for fun in (
+        mt.micro_grad(loss, microbatch_size=32),
+        mt.micro_grad(loss, microbatch_size=32, transform_fn=clamp, metrics_fn=mt.global_norm),
+        mt.clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=32, pre_clipping_transform=clamp),
+    ):
+        assert fun.compiled(params, x).memory_analysis().temp_size_in_bytes < 4 * 4 * first.numel()

@@ -262,6 +262,7 @@ def test_backward_writes_gradients_with_noise():
     noisy = mt.clipped_backward(model, criterion, generator=torch.Generator().manual_seed(1), **options)
     runs = []
     for batch in ((x, y), (x[:0], y[:0])):
+        model.zero_grad()
         noisy(*batch)
         runs.append({k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None})
     assert model[0].bias.grad is None
@@ -270,9 +271,61 @@ def test_backward_writes_gradients_with_noise():
         expected = {k: (total[k] + 1.5 * torch.randn(total[k].shape, generator=generator)) / 8 for k in grads}
         if total is not want:  # with a parameter frozen, the norms of the first run are smaller
             assert_close(grads, expected)
+    model.zero_grad()
     again = mt.clipped_backward(model, criterion, generator=torch.Generator().manual_seed(1), **options)
     again(x, y)
     assert_close({k: p.grad for k, p in model.named_parameters() if p.grad is not None}, runs[0])
+
+
+def test_backward_adds_to_what_is_there():
+    model, params, x, y, loss, _ = set_up("linear")
+    want, _ = one_by_one(loss, params, x, y, 0.5)
+    criterion = lambda model, x, y: F.cross_entropy(model(x), y)
+    backward = mt.clipped_backward(model, criterion, max_grad_norm=0.5)
+    plain = {k: torch.randn_like(p) for k, p in model.named_parameters() if k != "0.bias"}
+    for k, grad in plain.items():
+        model.get_parameter(k).grad = grad.clone()
+    held = model[0].weight.grad
+    for calls in (1, 2):
+        backward(x, y)
+        expected = {k: calls * g / ROWS + plain.get(k, 0) for k, g in want.items()}
+        assert_close({k: p.grad for k, p in model.named_parameters()}, expected)
+    assert model[0].weight.grad is held
+
+
+def test_noise_is_added_once_a_step():
+    model, _, x, y, _, _ = set_up("linear")
+    criterion = lambda model, x, y: F.cross_entropy(model(x), y)
+    other = mt.clipped_backward(model, criterion, max_grad_norm=0.5)
+    backward = mt.clipped_backward(model, criterion, max_grad_norm=0.5, noise_multiplier=1.0)
+    other(x, y)
+    backward(x, y)  # to a gradient of another loss
+    before = {k: p.grad.clone() for k, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"a step takes noise once.*zero_grad\(\).*microbatch_size"):
+        backward(x, y)
+    assert_close({k: p.grad for k, p in model.named_parameters()}, before)
+    for set_to_none in (False, True):
+        model.zero_grad(set_to_none)
+        backward(x, y)
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("real", [[True] * 4 + [False] * 3, [False, True, False, True, True, False, True]])
+def test_backward_counts_no_padding(real, microbatch_size):
+    model, params, x, y, loss, _ = set_up("linear")
+    want, norms = one_by_one(loss, params, x, y, 0.5)
+    criterion = lambda model, x, y: F.cross_entropy(model(x), y)
+    rows = torch.tensor(real)
+    padded, labels = torch.full((7, 9), math.nan), torch.zeros(7, dtype=torch.long)
+    padded[rows], labels[rows] = x, y
+    backward = mt.clipped_backward(model, criterion, max_grad_norm=0.5, microbatch_size=microbatch_size)
+    aux = backward(padded, labels, is_padding_example=~rows)
+    assert_close({k: p.grad for k, p in model.named_parameters()}, {k: g / ROWS for k, g in want.items()})
+    torch.testing.assert_close(aux.grad_norms, norms)
+    torch.testing.assert_close(aux.values, F.cross_entropy(model(x), y, reduction="none").detach())
+    model.zero_grad()
+    with pytest.raises(ValueError, match="the batch is empty"):
+        backward(padded, labels, is_padding_example=torch.ones(7, dtype=torch.bool))
 
 
 def test_memory_is_that_of_the_plain_gradient():

@@ -104,3 +104,69 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert list(mapping) == ["kernel"]
     assert str(mapping) == "kernel <- weight; axes in the order (1, 0)"
     assert mt.propose_mapping(nn.ReLU(), {"kernel": shape(3, 2)}) == {}
+
+
+def array(tensor: torch.Tensor) -> jax.Array:
+    return jnp.asarray(tensor.detach().numpy())
+
+
+def test_values_tell_the_order_of_axes_of_equal_sizes() -> None:
+    torch.manual_seed(0)
+    conv, turned, uneven, line = (
+        nn.Conv2d(3, 3, 3),
+        nn.ConvTranspose2d(4, 4, 4),
+        nn.ConvTranspose1d(3, 5, 2),
+        nn.Linear(4, 4),
+    )
+    for module, order, flip in (
+        (conv, (2, 3, 1, 0), None),
+        (conv, (1, 2, 3, 0), None),
+        (conv, None, None),
+        (turned, (2, 3, 1, 0), None),
+        (turned, (2, 3, 0, 1), (2, 3)),
+        (uneven, (2, 0, 1), (2,)),
+        (line, (1, 0), None),
+        (line, None, None),
+    ):
+        source = mt.Source("weight", permute=order, flip=flip)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            for name in ("kernel", "weight"):
+                params = {name: array(source(named_tensors(module))).astype(dtype)}
+                assert mt.propose_mapping(module, params) == {name: source}
+    assert "axes (2, 3) reversed; axes in the order (2, 3, 0, 1)" in str(
+        mt.Source("w", permute=(2, 3, 0, 1), flip=(2, 3))
+    )
+    nn.init.zeros_(conv.weight)  # values that tell nothing
+    assert mt.propose_mapping(conv, {"kernel": jnp.zeros((3, 3, 3, 3))})["kernel"].permute == (2, 3, 1, 0)
+
+
+def test_values_tell_which_tensor_a_leaf_holds() -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("q_proj", "k_proj", "v_proj")})
+    q, k, v = (array(linear.weight) for linear in module.values())
+    mapping = mt.propose_mapping(module, {"first": q.T, "second": v.T, "third": k})
+    assert [source.names for source in mapping.values()] == ["q_proj.weight", "v_proj.weight", "k_proj.weight"]
+    assert [source.permute for source in mapping.values()] == [(1, 0), (1, 0), None]
+    fused = mt.propose_mapping(module, {"qkv": {"kernel": jnp.concatenate([k, q, v], 1)}})["qkv.kernel"]
+    assert fused == mt.Source(("k_proj.weight", "q_proj.weight", "v_proj.weight"), concat=1)
+    layer = nn.ParameterDict({"w": torch.randn(2, 3, 5), "c": torch.randn(3, 3, dtype=torch.complex64)})
+    made = {"w": array(layer["w"].permute(1, 0, 2)), "c": array(layer["c"].T)}
+    assert mt.propose_mapping(layer, made) == {
+        "c": mt.Source("c", permute=(1, 0)),
+        "w": mt.Source("w", permute=(1, 0, 2)),
+    }
+
+
+def test_shapes_of_other_convolutions_tell_the_order_of_axes() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 8))
+    params = {"Conv_0": {"kernel": shape(3, 3, 3, 8)}, "Conv_1": {"kernel": shape(8, 8, 8, 8)}}
+    assert all(source.permute == (2, 3, 1, 0) for source in mt.propose_mapping(module, params).values())
+
+
+def test_a_port_whose_sizes_are_equal_agrees() -> None:
+    torch.manual_seed(0)
+    conv, x = nn.ConvTranspose2d(3, 3, 3, bias=False), torch.randn(2, 3, 5, 5)
+    params = {"kernel": array(conv.weight.flip(2, 3).permute(2, 3, 0, 1))}
+    layout = ("NCHW", "HWIO", "NCHW")
+    port = lambda p, x: jax.lax.conv_general_dilated(x, p["kernel"], (1, 1), [(2, 2), (2, 2)], dimension_numbers=layout)
+    mt.compare(conv, port, x, params=params, engines=()).assert_agrees()

@@ -170,6 +170,21 @@ def test_microbatch_of_an_empty_batch(size):
     assert_same(out["any"], torch.tensor(False))
 
 
+def test_an_empty_batch_has_zero_gradients():
+    rows = torch.zeros(0, 2)
+    for how, fun in ((SUM, torch.sum), (MEAN, torch.mean), (CONCAT, lambda y: y)):
+        w = torch.ones(2, requires_grad=True)
+        out = mt.microbatch(lambda b, w=w, fun=fun: fun(b * w), 0, 2, how)(rows)
+        assert_same(out.detach(), fun(rows))
+        assert_same(torch.autograd.grad(out.sum(), w)[0], torch.zeros(2))
+
+
+def test_integers_are_summed_over_examples_as_by_torch():
+    rows = [torch.full((300,), 100, dtype=dtype) for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32)]
+    sums = mt.micro_vmap(lambda *b: (*b, b[0] > 0), microbatch_size=150, accumulator=SUM)(*rows)
+    assert_same(sums, tuple(x.sum() for x in (*rows, rows[0] > 0)), exact=True)
+
+
 def test_integers_and_booleans():
     x = torch.tensor([3, -1, 4, -1, 5])
     fun = lambda b: ((b > 0).sum(), b * 2, b.sum(), (b > 4).any(), (b > 0), b.to(torch.int32).max())

@@ -6,7 +6,7 @@ from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian
 from .chunking import chunked_vmap
 from .clipping import clip_by_global_norm, clipped_backward, clipped_grad, global_norm, rescale_by_norm
 from .comparison import compare
-from .mapping import Source, propose_mapping
+from .mapping import Source
 from .microbatching import (
     AccumulationType,
     Accumulator,
@@ -17,6 +17,7 @@ from .microbatching import (
     reshape_batch_axis,
     weighted_mean,
 )
+from .proposing import propose_mapping
 from .report import Report
 from .scanning import checkpoint_chunked_scan, sliced_scan
 

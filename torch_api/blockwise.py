@@ -15,6 +15,7 @@ from .. import jax_impl
 from ..bridge import as_torch, to_jax
 from ..bridge.autograd import is_transformed
 from ..bridge.captures import is_traced
+from ..bridge.errors import NoForwardMode
 from ..bridge.lifting import to_jax_callable
 from ..bridge.torch_internals import disable_dynamo
 from ..bridge.trees import Rows, flatten, to_jax_tree, to_torch_tree
@@ -74,7 +75,7 @@ def jacobian(
         max_bytes: the memory of a block and its intermediate values, in place of ``nbatches``: blocks are as large as
             it allows, beside the linearisation and the result. To find out, programs for a few sizes are compiled.
         mode: ``"forward"`` (columns), ``"reverse"`` (rows), or ``"auto"``: rows where there are fewer outputs than
-            inputs.
+            inputs, or where ``f`` has no forward mode (a ``torch.autograd.Function`` with ``once_differentiable``).
         out: a tensor, NumPy array or memmap ``[..., n]`` of the dtype of the result, on the CPU (pinned or not) or on
             the device of ``x``, to be filled block by block and returned. If an error interrupts the work, a note on it
             says how much was written.
@@ -102,8 +103,17 @@ def jacobian(
             [0., 9., 6.]])
     """
     x, fun = numbers_to_tensors(x), _function(f)
-    make = lambda *sizes: lambda x: jacobian_matrix(fun, x, checkpoint, mode, *sizes)
-    return _compute(_sized(make, x, nbatches, batch_size, max_bytes), x, out, progress), _unflatten(x)
+
+    def computed(forward: bool) -> Any:
+        make = lambda *sizes: lambda x: jacobian_matrix(fun, x, checkpoint, mode, *sizes, forward=forward)
+        return _compute(_sized(make, x, nbatches, batch_size, max_bytes), x, out, progress)
+
+    try:
+        return computed(forward=True), _unflatten(x)
+    except NoForwardMode:
+        if mode != "auto":
+            raise
+        return computed(forward=False), _unflatten(x)
 
 
 def hessian(

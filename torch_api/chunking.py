@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from .. import jax_impl
 from ..bridge.lifting import to_jax_callable
-from ..bridge.trees import Structure, is_array, to_jax_tree
-from .rows import Fun, batch_length, finish, number_rows, parameter_names
+from ..bridge.trees import to_jax_tree
+from ..jax_impl.chunking import mapped_in_chunks
+from .rows import Fun, finish, number_rows, parameter_names
 
 
 def chunked_vmap(
@@ -74,30 +75,11 @@ def chunked_vmap(
         others = [name for name in kwargs if name not in parameter_names(traced)[:count]]
         axes += [0] * len(others)
         numbers = jnp.arange if randomness == "different" else jnp.zeros
-        rows = batch_length(axes, [*args, *(kwargs[name] for name in others)])
         args, kwargs = number_rows(traced, [*range(count), *others], axes, args, kwargs, numbers)
-        whole = chunk_size is None or rows is None or rows <= chunk_size
-        example = traced if whole else _computed_again(traced)
-        mapped = jax_impl.chunked_vmap(example, chunk_size, tuple(axes[:count]), to_jax_tree(out_axes))
-        return mapped(*args, **kwargs)
+        again = functools.partial(jax.checkpoint, prevent_cse=False)  # a scan needs no guard against merging the passes
+        return mapped_in_chunks(traced, chunk_size, tuple(axes[:count]), to_jax_tree(out_axes), again)(*args, **kwargs)
 
     return finish(run, fun, lambda *args, **kwargs: ())
-
-
-def _computed_again(fun: Fun) -> Fun:
-    """``fun``, of which derivatives keep the arguments alone."""
-
-    @functools.wraps(fun)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        arrays, structure = Structure.split((args, kwargs), is_array)
-
-        def apply(*arrays: Any) -> Any:
-            args, kwargs = structure.join(arrays)
-            return fun(*args, **kwargs)
-
-        return jax.checkpoint(apply, prevent_cse=False)(*arrays)  # a scan needs no guard against merging the passes
-
-    return run
 
 
 def _either(name: str, value: Any, torch_name: str, torch_value: Any) -> Any:

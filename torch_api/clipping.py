@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import to_jax_tree
 from ..bridge.values import jax_dtype
 from ..jax_impl import ClippedAux
-from .microbatching import assign_grads, frozen_flags, listed, of_gradients, per_example
+from .microbatching import frozen_flags, listed, of_gradients, per_example
 from .rows import Fun, explain_with, finish
 
 
@@ -260,32 +262,37 @@ def clipped_backward(
         for example in batch:
             total += clip_by_global_norm(max_grad_norm)(gradient of loss_fn(model, *example))
         total += max_grad_norm * noise_multiplier * torch.randn(..., generator=generator)
-        parameter.grad = total / expected_batch_size
+        parameter.grad += total / expected_batch_size
 
-    ``.grad`` of each parameter that requires a gradient is replaced, not added to, so that noise is added once a step;
-    others are left alone. Hooks do not run. What an optimizer, a scheduler or a loop does stays as it is.
+    As ``backward()`` does, a call adds to the ``.grad`` of each parameter that requires a gradient: call
+    ``optimizer.zero_grad()`` in each step. Where noise is added, a second call before that is refused, since a step
+    takes noise once: pass a larger batch, with ``microbatch_size``. Hooks do not run. What an optimizer, a scheduler or
+    a loop does stays as it is.
 
     Source: DP-SGD (Abadi et al., 2016, arXiv:1607.00133), option names as in Opacus. Privacy accounting is not part of
     it: an accountant needs ``noise_multiplier`` and the sampling rate.
 
     Args:
         model: the module whose parameters are trained.
-        loss_fn: ``loss_fn(model, *batch) -> []`` on a batch of one example; it has to call the model that it gets.
+        loss_fn: ``loss_fn(model, *batch, **named) -> []`` on a batch of one example; it has to call the model that it
+            gets.
         max_grad_norm: the clip norm, a positive number or a tensor ``[]`` that may change.
         noise_multiplier: standard deviation of the noise in units of the clip norm.
-        expected_batch_size: what to divide by; by default the number of examples in the batch. With Poisson sampling,
-            pass the expected one: batches may then be empty.
+        expected_batch_size: what to divide by; by default the number of examples in the batch, without padding. With
+            Poisson sampling, pass the expected one: batches may then be empty.
         microbatch_size: examples of a microbatch; None for all at once.
         generator: where noise is drawn from, of the parameters' device; torch's default one otherwise.
         nan_safe: count examples whose gradient is not finite as zero.
 
     Returns:
-        ``(*batch, is_padding_example=None) -> ClippedAux``, with the losses as ``values``, ``[batch]``, and
-        ``grad_norms`` before clipping; both are as private as the data.
+        ``(*batch, is_padding_example=None, **named) -> ClippedAux``, with the losses as ``values``, ``[batch]``, and
+        ``grad_norms`` before clipping, both without the rows of padding; both are as private as the data. ``compiled``
+        and ``explain`` are those of :func:`clipped_grad`, with the arguments of this function.
 
     Raises:
         TypeError, ValueError: as :func:`clipped_grad`; a ``noise_multiplier`` that is negative; no parameter to train;
-            batch normalisation in training mode.
+            batch normalisation in training mode; a module that several processes share (DistributedDataParallel, FSDP).
+        RuntimeError: noise would be added to what an earlier call has left in ``.grad``.
 
     >>> import torch
     >>> from microtome import torch_api as mt
@@ -301,39 +308,64 @@ def clipped_backward(
         raise ValueError(f"expected_batch_size must be positive, got {expected_batch_size}.")
     jax_impl.clip_by_global_norm(_numbers(max_grad_norm))
     whole = _WithLoss(model, loss_fn)
-    steps: dict[int, Any] = {}
+    noisy: list[weakref.ref[torch.Tensor]] = []  # the .grad tensors that the last call added noise to
 
-    def loss(params: Any, *batch: Any) -> torch.Tensor:
-        return torch.func.functional_call(whole, params, batch)
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        args, kwargs = batch
+        return torch.func.functional_call(whole, {"model." + k: p for k, p in params.items()}, args, kwargs)
 
-    def backward(*batch: Any, is_padding_example: torch.Tensor | None = None) -> ClippedAux:
-        params = {"model." + k: p for k, p in model.named_parameters() if p.requires_grad}
+    step: Any = clipped_grad(
+        loss,
+        l2_clip_norm=max_grad_norm,
+        return_values=True,
+        return_grad_norms=True,
+        microbatch_size=microbatch_size,
+        nan_safe=nan_safe,
+    )
+
+    def trained() -> dict[str, torch.nn.Parameter]:
+        params = {k: p for k, p in model.named_parameters() if p.requires_grad}
         if not params:
             raise ValueError("model has no parameter that requires a gradient.")
-        if len(batch) not in steps:
-            steps[len(batch)] = clipped_grad(
-                loss,
-                l2_clip_norm=max_grad_norm,
-                batch_argnums=tuple(range(1, 1 + len(batch))),
-                return_values=True,
-                return_grad_norms=True,
-                microbatch_size=microbatch_size,
-                nan_safe=nan_safe,
+        return params
+
+    def backward(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> ClippedAux:
+        params = trained()
+        _check_one_process(loss)
+        if any(p.grad is not None and any(p.grad is ref() for ref in noisy) and p.grad.any() for p in params.values()):
+            raise RuntimeError(
+                "an earlier call has left a gradient with noise in .grad, and a step takes noise once. Call "
+                "optimizer.zero_grad() before each call; for a batch that does not fit, pass microbatch_size."
             )
         with torch.no_grad():
-            grads, aux = steps[len(batch)](params, *batch, is_padding_example=is_padding_example)
+            grads, aux = step(params, (batch, named), is_padding_example=is_padding_example)
+            if is_padding_example is not None:
+                real = ~torch.as_tensor(is_padding_example, device=aux.values.device)
+                aux = aux._replace(values=aux.values[real], grad_norms=aux.grad_norms[real])
             count = len(aux.values) if expected_batch_size is None else expected_batch_size
             if not count:
                 raise ValueError("the batch is empty, so its mean is not defined. Pass expected_batch_size.")
-            for grad in grads.values():
+            for name, grad in grads.items():
                 if noise_multiplier:
                     noise = torch.randn(grad.shape, dtype=_wide(grad), device=grad.device, generator=generator)
                     grad += noise * (noise_multiplier * max_grad_norm)
                 grad /= count
-        assign_grads(model, {k.removeprefix("model."): g for k, g in grads.items()})
+                if params[name].grad is None:
+                    params[name].grad = grad
+                else:
+                    params[name].grad += grad
+        noisy[:] = [weakref.ref(p.grad) for p in params.values() if noise_multiplier and p.grad is not None]
         return aux
 
-    return backward
+    def compiled(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> Any:
+        return step.compiled(trained(), (batch, named), is_padding_example=is_padding_example)
+
+    def explain(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> Any:
+        return step.explain(trained(), (batch, named), is_padding_example=is_padding_example)
+
+    call: Any = backward
+    call.compiled, call.explain = compiled, explain
+    return call
 
 
 class _WithLoss(torch.nn.Module):
@@ -343,8 +375,32 @@ class _WithLoss(torch.nn.Module):
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
 
-    def forward(self, *batch: Any) -> torch.Tensor:
-        return self.loss_fn(self.model, *batch)
+    def forward(self, *batch: Any, **named: Any) -> torch.Tensor:
+        return self.loss_fn(self.model, *batch, **named)
+
+
+def _check_one_process(fun: Any) -> None:
+    """A ValueError for parameters that several processes share: the hooks that would add up gradients do not run."""
+    walk = Walk(fun)
+    parts = (part for module in walk.modules for part in module.modules())
+    for kind in dict.fromkeys(map(type, (*walk.tensors, *parts))):
+        if (name := _shares_parameters(kind)) is not None:
+            raise ValueError(
+                f"{name} shares its parameters with other processes, and each would be left with the gradient of its "
+                "own examples. Keep the module as it was before it was wrapped: take its clipped_grad, sum the "
+                "gradients over the processes by torch.distributed.all_reduce, add the same noise in each, and write "
+                "them by assign_grads."
+            )
+
+
+@functools.cache
+def _shares_parameters(kind: type) -> str | None:
+    """The name of torch's class that spreads a module or a parameter over processes, if this is one."""
+    for base in kind.__mro__:
+        # Checkpointed and offloaded activations stand among the algorithms.
+        if base.__module__.startswith(("torch.nn.parallel.distributed", "torch.distributed.")):
+            return None if base.__module__.startswith("torch.distributed.algorithms.") else base.__name__
+    return None
 
 
 def _check_modules(fun: Any) -> None:

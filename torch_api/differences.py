@@ -28,6 +28,11 @@ _LUCK = 1e3
 _FILLER = 1e4
 # Where a float64 run computes in a coarser dtype inside, or there is none: roundings of that dtype.
 _ROUNDINGS = 64
+# Where JAX alone does, torch shows what rounding is: so many times its own error, and some roundings, as either may
+# come off by luck (more easily in few numbers).
+_OWN_ERRORS = 16
+_LEAST_ROUNDINGS = 8
+_FEW, _LEAST_ROUNDINGS_OF_FEW = 32, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +42,38 @@ class Precision:
     Args:
         eps: the unit roundoff of the coarsest dtype within, None without such a run.
         draws: whether the functions draw dropout masks, which are others in float64.
+        alone: whether JAX alone computes in that dtype, so that torch's float64 run is one.
     """
 
     eps: float | None = _EPS
     draws: bool = False
+    alone: bool = False
 
     @property
     def has_float64(self) -> bool:
         """Whether there is a float64 run."""
         return self.eps is not None
+
+    def coarse(self, low: np.ndarray, high: np.ndarray, eps: float, scale: float, told: Any = True) -> float:
+        """The error up to which the coarser dtype within is to blame, by torch's values in the dtype given and float64.
+
+        Args:
+            low: torch's values in the dtype given.
+            high: its values in float64.
+            eps: the unit roundoff of the dtype given.
+            scale: the largest value of the section's leaves.
+            told: the numbers whose size says what rounding is.
+        """
+        if self.eps is None or self.eps <= _EPS:
+            return 0.0
+        largest = _largest(high, told)
+        # A leaf that is zero but for what cancels has the rounding of the others.
+        if not self.alone or self.draws or eps == 0 or largest <= _ALWAYS * max(scale, 1.0):
+            return _ROUNDINGS * self.eps * max(largest, scale)
+        own = _largest(_error(low, high), told) * min(1.0, self.eps / eps)
+        return max(
+            _OWN_ERRORS * own, (_LEAST_ROUNDINGS_OF_FEW if low.size < _FEW else _LEAST_ROUNDINGS) * self.eps * largest
+        )
 
 
 def as_numpy(value: Any) -> np.ndarray:
@@ -101,7 +129,8 @@ def compare_leaf(
         noise = max(_largest(e, told) for e in errors)
         if not (wide[0].any() or wide[1].any()):  # zero is exact in float32, and says nothing of what was cancelled
             noise = max(noise, scale, 1.0)
-        same = _is_rounding(noise, absolute64, _largest(fine[0], told), scale, eps, exact.eps)
+        coarse = exact.coarse(wide[0], fine[0], eps, scale, told)
+        same = _is_rounding(noise, absolute64, _largest(fine[0], told), scale, eps, coarse)
         if not same and np.isfinite(absolute):  # rounding may be larger elsewhere than what float64 finds
             error = error64
     else:
@@ -142,8 +171,11 @@ def _fillers(one: np.ndarray, two: np.ndarray) -> np.ndarray:
         return np.asarray((one == two) & (np.abs(one) >= _FILLER))
 
 
-def _is_rounding(noise: float, high: float, largest: float, scale: float, eps: float, inner: float) -> bool:
-    """Whether an error in float64 is rounding; ``noise`` is what rounding costs in the dtype given."""
+def _is_rounding(noise: float, high: float, largest: float, scale: float, eps: float, coarse: float) -> bool:
+    """Whether an error in float64 is rounding.
+
+    ``noise`` is what rounding costs in the dtype given, ``coarse`` what it costs in a coarser one within float64's run.
+    """
     if not np.isfinite(high):
         return False
     if eps == 0:  # whole numbers are not rounded; float32 may still have chosen another of two equal maxima
@@ -151,9 +183,7 @@ def _is_rounding(noise: float, high: float, largest: float, scale: float, eps: f
     allowed = max(_ALWAYS * largest, _LUCK * noise * _EPS / eps)
     if noise >= 0.1 * largest:  # no digit is sure: zero but for the rounding of what cancels
         allowed = max(allowed, 100 * _EPS * max(scale, 1.0))
-    if inner > _EPS:
-        allowed = max(allowed, _ROUNDINGS * inner * max(largest, scale))
-    return high <= allowed
+    return high <= max(allowed, coarse)
 
 
 def _same_dtype(ours: Any, one: np.dtype[Any], two: np.dtype[Any]) -> bool:

@@ -20,6 +20,7 @@ from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf
 from .mapping import Entry, Unmapped, is_parameter, leaf_paths
 from .programs import Mask, compiled, is_same, run, trace
+from .proposing import propose_mapping
 from .report import Row
 from .runs import Widened
 from .torch_side import State, TorchSide, Weights, cast, floats, is_tensor
@@ -285,7 +286,7 @@ def port(ours: TorchSide, jax_fun: Callable[..., Any], params: Any, mapping: Map
         return JaxSide("jax", lambda _, args: jax_fun(*args), lambda state, high: {}, [], {})
     full = ours.full({name: tensor.detach() for name, tensor in ours.state.items()})
     proposed = mapping is None
-    entries = dict(mappings.propose_mapping(full, params) if mapping is None else mapping)
+    entries = dict(propose_mapping(full, params) if mapping is None else mapping)
     wrong = mappings.problems(entries, full, params)
     bad = {path for path in entries if any(repr(path) in text for text in wrong)}
     entries = {path: entry for path, entry in entries.items() if path not in bad}

@@ -68,12 +68,14 @@ class Location:
         detail: how it was found, in a sentence.
         error: how far JAX's nearest value is from the submodule's output, relative to its largest value.
         disagreeing: all submodules whose output JAX does not compute, in the order in which they finish.
+        sure: whether JAX computes what the submodule is given, so that the difference is in it and not before it.
     """
 
     module: str
     detail: str
     error: float
     disagreeing: tuple[str, ...] = ()
+    sure: bool = True
 
     def __str__(self) -> str:
         return f"first difference: {self.module or 'the model itself, outside of its submodules'}. {self.detail}"

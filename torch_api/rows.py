@@ -141,11 +141,6 @@ def numbers_to_tensors(tree: Any) -> Any:
     return to_torch_tree(tree, convert)
 
 
-def batch_length(axes: Sequence[Any], values: Sequence[Any]) -> int | None:
-    """The length of the batch axis of the arguments of a call; None where the transform itself will complain."""
-    return _common([_lengths(value, axis) for value, axis in zip(values, axes, strict=False) if axis is not None])
-
-
 def _common(lengths: Sequence[set[int]]) -> int | None:
     """The one length there is; None where the transform itself will complain, of what its user passed."""
     every = set().union(*lengths)

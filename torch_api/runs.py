@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -157,10 +157,19 @@ def _bytes(tensor: torch.Tensor | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A tensor as it was when a module was called, and its place in autograd's graph."""
+    """A tensor as it was when a module was called, and its place in autograd's graph.
+
+    Attributes:
+        value: the tensor.
+        node: its node in the graph, None without one.
+        learned: whether a parameter reaches it.
+        tolerance: the error, relative to its largest number, up to which a value of JAX's is the same.
+    """
 
     value: torch.Tensor
     node: Any
+    learned: bool = True
+    tolerance: float = 1e-10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,4 +211,40 @@ class Recorded:
 
 def _seen(tree: Any) -> list[Seen]:
     leaves = torch_pytree.tree_leaves(tree)
-    return [Seen(x.detach().clone(), x.grad_fn) for x in leaves if isinstance(x, torch.Tensor)]
+    return [Seen(x.detach().clone(), _node(x)) for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    """The tensor's node in autograd's graph; of a leaf, the one that gathers its gradient."""
+    if tensor.grad_fn is None and tensor.requires_grad and torch.is_grad_enabled():
+        return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return tensor.grad_fn
+
+
+def before(nodes: Iterable[Any]) -> set[Any]:
+    """These nodes of autograd's graph and all that they were computed from."""
+    reached: set[Any] = set()
+    waiting = [node for node in nodes if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in reached:
+            reached.add(node)
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return reached
+
+
+def after(nodes: Iterable[Any], variables: Sequence[torch.Tensor]) -> set[Any]:
+    """Those of the nodes, and of the nodes before them, that were computed from the variables."""
+    ids, following = set(map(id, variables)), dict[Any, list[Any]]()
+    nodes = before(nodes)
+    for node in nodes:
+        for given, _ in node.next_functions:
+            following.setdefault(given, []).append(node)
+    reached: set[Any] = set()
+    waiting = [node for node in nodes if id(getattr(node, "variable", None)) in ids]
+    while waiting:
+        node = waiting.pop()
+        if node not in reached:
+            reached.add(node)
+            waiting += following.get(node, ())
+    return reached

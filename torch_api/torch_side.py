@@ -14,7 +14,7 @@ import torch
 from ..bridge.trees import Structure, to_jax_tree, to_torch_tree
 from . import mapping as mappings
 from .mapping import leaf_paths
-from .runs import Draws, ModuleCall, Recorded, Watching, Widened
+from .runs import Draws, ModuleCall, Recorded, Watching, Widened, after
 
 State = dict[str, torch.Tensor]
 Weights = list[np.ndarray | None]  # of each output leaf, None where it holds no floats
@@ -138,13 +138,16 @@ class TorchSide:
         """The results, detached."""
         return to_torch_tree(jax.tree.map(_detached, self._run(high, draws)[0]))
 
-    def calls(self, draws: Draws) -> list[ModuleCall]:
-        """The calls of the submodules, in float64."""
+    def calls(self, high: bool, draws: Draws) -> list[ModuleCall]:
+        """The calls of the submodules."""
         assert self.module is not None
         recorded = Recorded(self.module)
         with recorded.run():
-            self._run(True, draws)
-        return recorded.calls
+            _, variables = self._run(high, draws)
+        seen = [s for call in recorded.calls for s in (*call.inputs, *call.outputs)]
+        reached = after([s.node for s in seen], variables[: len(self.trainable)] or variables)
+        mark = lambda each: [dataclasses.replace(s, learned=s.node in reached) for s in each]
+        return [dataclasses.replace(c, inputs=mark(c.inputs), outputs=mark(c.outputs)) for c in recorded.calls]
 
     def coarse_dtypes(self, draws: Draws) -> dict[str, str]:
         """The dtypes coarser than float64 in which the float64 run computes, each with an operation."""

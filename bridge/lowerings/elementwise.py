@@ -103,20 +103,53 @@ def _numbers(mask: Array, dtype: Any) -> Array:
     return jnp.where(mask, jnp.ones((), dtype), jnp.zeros((), dtype))
 
 
-@lowering("aten.mul.Tensor", results=True)
+def _beside_number(x: Any, y: Any, results: Any) -> tuple[Any, Any]:
+    """Both operands in float32, where a half meets a Python number: torch does not round the number to half."""
+    half = results[0].dtype in (torch.float16, torch.bfloat16)
+    if half and (isinstance(x, (int, float)) or isinstance(y, (int, float))):
+        return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+    return x, y
+
+
+@lowering("aten.mul.Tensor", "aten.mul.Scalar", results=True)
 def mul(x: Any, y: Any, *, results: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
         x, y = (_numbers(v, dtype) if getattr(v, "dtype", None) == np.bool_ else v for v in (x, y))
-    return _torchax(aten.mul.Tensor, x, y)
+    return _torchax(aten.mul.Tensor, *_beside_number(x, y, results))
+
+
+@lowering("aten.div.Tensor", "aten.div.Scalar", results=True)
+def div(x: Any, y: Any, *, results: Any) -> Array:
+    """In float32 for half, as torch does: XLA multiplies by the reciprocal of what is broadcast, which must not round.
+
+    The reciprocal of a number near the ends of the range is none: the number is scaled by a power of two.
+    """
+    dtype = jax_dtype(results[0].dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _torchax(aten.div.Tensor, x, y)
+    dtype = jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+    x = jnp.asarray(x, dtype)
+    if isinstance(y, (int, float)):
+        info = jnp.finfo(dtype)
+        normal, step = float(info.tiny), 2.0 ** (info.nmant + 1)
+        scale = 1 / step if 0.25 / normal < abs(y) <= info.max else step if 0 < abs(y) < normal else 1.0
+        if scale != 1:
+            return jax.lax.optimization_barrier(x / jnp.asarray(y * scale, dtype)) * jnp.asarray(scale, dtype)
+    return x / jnp.asarray(y, dtype)
 
 
 @lowering("aten._to_copy", "prims.convert_element_type", results=True)
-def to_copy(x: Array, *given: Any, results: Any, **kwargs: Any) -> Array:
+def to_copy(x: Array, *_: Any, results: Any, **kwargs: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
     if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
         return _numbers(x, dtype)
-    return x.astype(dtype)
+    converted = x.astype(dtype)
+    rounds = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
+    if rounds and jnp.finfo(dtype).nmant < jnp.finfo(x.dtype).nmant:
+        # XLA would otherwise be free to take x itself for what is converted back from it.
+        return jax.lax.optimization_barrier(converted)
+    return converted
 
 
 @lowering("aten.sign", "aten.sgn")
@@ -145,6 +178,9 @@ def softshrink_backward(g: Array, x: Array, limit: Any) -> Array:
 @lowering("aten.pow.Tensor_Scalar", results=True)
 def power_by_scalar(x: Array, exponent: Any, *, results: Any) -> Array:
     dtype = _integers(results)
+    if abs(exponent) == 0.5 and x.dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
+        # Torch takes the root: NaN at -inf, and -inf at -0.
+        return jnp.sqrt(x) if exponent > 0 else jax.lax.rsqrt(x)
     if dtype is None:
         return _torchax(aten.pow.Tensor_Scalar, x, exponent)
     if exponent < 0:
@@ -190,3 +226,30 @@ def divide(x: Array, y: Any, *, rounding_mode: str | None = None, results: Any) 
     if dtype is None or rounding_mode != "trunc":
         return _torchax(aten.div.Tensor_mode, x, y, rounding_mode=rounding_mode)
     return jax.lax.div(*jnp.broadcast_arrays(jnp.asarray(x).astype(dtype), jnp.asarray(y).astype(dtype)))
+
+
+@lowering("aten._new_zeros_with_same_feature_meta", results=True)
+def new_zeros(x: Array, other: Array, *, results: Any, self_num_batch_dims: int = 0) -> Array:
+    """The tangent that forward mode makes for a tensor that is written to."""
+    return jnp.zeros(results[0].shape, jax_dtype(results[0].dtype))
+
+
+@lowering("aten.view.dtype", results=True)
+def view_dtype(x: Array, _: Any, *, results: Any) -> Array:
+    """The same memory read as another dtype: the last axis is split or joined where the sizes differ."""
+    dtype = jnp.dtype(jax_dtype(results[0].dtype))
+    if dtype == x.dtype:
+        return x
+    if jnp.iscomplexobj(x):  # as its real and imaginary parts
+        x = jnp.stack([x.real, x.imag], -1).reshape(*x.shape[:-1], -1) if x.ndim else x
+    if x.dtype == np.bool_:
+        x = x.astype(np.uint8)
+    part = jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+    part = jnp.dtype(np.uint8) if part == np.bool_ else part
+    if part.itemsize > x.dtype.itemsize:
+        x = x.reshape(*x.shape[:-1], -1, part.itemsize // x.dtype.itemsize)
+    x = jax.lax.bitcast_convert_type(x, part)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        pairs = x.reshape(*results[0].shape, 2)
+        return jax.lax.complex(pairs[..., 0], pairs[..., 1])
+    return x.reshape(results[0].shape).astype(dtype)

@@ -27,6 +27,8 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor:
     """As ``F.embedding_bag``: the fused op keeps offsets that its backward reads as values."""
+    if mode not in ("sum", "mean", "max"):
+        raise ValueError(f"mode has to be one of sum, mean or max, got {mode!r}")
     if max_norm is not None or mode == "max" or scale_grad_by_freq:
         raise TypeError('EmbeddingBag with max_norm, scale_grad_by_freq or mode="max" cannot be traced')
     position = torch.arange(input.numel(), device=input.device)
@@ -56,6 +58,11 @@ def embedding_bag(
     return total.to(weight.dtype)
 
 
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction!r} is not a valid value for reduction")
+
+
 def gaussian_nll_loss(
     input: Tensor,
     target: Tensor,
@@ -65,10 +72,12 @@ def gaussian_nll_loss(
     reduction: str = "mean",
 ) -> Tensor:
     """As ``F.gaussian_nll_loss``, which asks whether any variance is negative."""
+    _check_reduction(reduction)
     if isinstance(var, float):
         var = torch.full_like(input, var)
     if var.dim() == input.dim() - 1:
         var = var.unsqueeze(-1)
+    torch._assert_async((var >= 0).all(), "var has negative entry/entries")
     var = var + (var.clamp(min=eps) - var).detach()  # clamped in value, not in gradient
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
@@ -135,6 +144,7 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """As ``F.ctc_loss``: the shapes of torch's fused op depend on the lengths."""
+    _check_reduction(reduction)
     batched = log_probs.dim() == 3
     if not batched:
         log_probs = log_probs.unsqueeze(1)
@@ -288,6 +298,15 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return (classes.index_select(0, tensor.reshape(-1)).reshape(tensor.shape).unsqueeze(-1) == classes).long()
 
 
+def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """As ``copy.deepcopy`` of a tensor, which copies memory."""
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
 def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
     """As ``F.linear_cross_entropy``; how it is cut into chunks is left to XLA."""
     return F.linear_cross_entropy(*args, **kwargs)
@@ -307,6 +326,7 @@ REPLACEMENTS: dict[Any, Any] = {
         for layout in ("", "_coo", "_csr", "_csc", "_bsr", "_bsc")
         if hasattr(torch.Tensor, f"to_sparse{layout}")
     },
+    torch.Tensor.__deepcopy__: deepcopy,
     torch.Tensor.__floordiv__: floor_divide,
     torch.Tensor.cholesky: cholesky,
     torch.Tensor.floor_divide: floor_divide,

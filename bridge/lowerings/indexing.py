@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,9 +40,9 @@ def _add(at: Any, value: Array) -> Array:
 
 @lowering("aten.index_add")
 def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
-    """torch's decomposition stretches a source of another shape, which the op refuses."""
+    """torch's decomposition stretches a source of another shape and takes negative indices, which the op refuses."""
     if x.ndim == 0:
-        return index_add(x[None], 0, index, source[None], alpha=alpha)[0]
+        return index_add(x[None], 0, index, source.reshape(-1), alpha=alpha)[0]
     dim, index = dim % x.ndim, index.reshape(-1)
     if source.shape != (*x.shape[:dim], index.size, *x.shape[dim + 1 :]):
         raise ValueError(f"source of shape {source.shape} for {index.size} rows of a tensor of shape {x.shape}")
@@ -269,3 +269,37 @@ def _neutral(reduce: str, dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(-jnp.inf if reduce == "amax" else jnp.inf, dtype)
     return jnp.iinfo(dtype).min if reduce == "amax" else jnp.iinfo(dtype).max
+
+
+@lowering("aten.index_copy")
+def index_copy(x: Array, dim: int, index: Array, source: Array) -> Array:
+    """torch's decomposition takes negative indices, which torch refuses."""
+    return _written_along(x, dim, index, source, lambda at, rows: at.set(rows))
+
+
+@lowering("aten.index_fill")
+def index_fill(x: Array, dim: int, index: Array, value: Any) -> Array:
+    """torch's decomposition is by ``index_copy``, which takes no negative indices."""
+    return _written_along(x, dim, index, x, lambda at, _: at.set(jnp.asarray(value, x.dtype)))
+
+
+def _written_along(x: Array, dim: int, index: Array, source: Array, write: Callable[[Any, Array], Array]) -> Array:
+    if x.ndim == 0:
+        return _written_along(x[None], 0, index, source.reshape(-1), write)[0]
+    source = source.astype(x.dtype).reshape(-1) if x.ndim == 1 else source.astype(x.dtype)
+    return write(x.at[(*(slice(None),) * (dim % x.ndim), index.reshape(-1))], source)
+
+
+@lowering("aten.max_unpool2d", "aten.max_unpool3d")
+def max_unpool(x: Array, indices: Array, output_size: Sequence[int], *window: Any) -> Array:
+    """As for ``index_add``."""
+    lead = x.shape[: x.ndim - len(output_size)]
+    rows, where = x.reshape(math.prod(lead), -1), indices.reshape(math.prod(lead), -1)
+    empty = jnp.zeros((rows.shape[0], math.prod(output_size)), x.dtype)
+    return empty.at[jnp.arange(rows.shape[0])[:, None], where].set(rows).reshape(*lead, *output_size)
+
+
+@lowering("aten.repeat_interleave.Tensor")
+def repeat_interleave(repeats: Array, *, output_size: int | None = None) -> Array:
+    """Each number as often as it says; torch gives a length that is known before."""
+    return jnp.repeat(jnp.arange(repeats.size), repeats, total_repeat_length=output_size).astype(repeats.dtype)

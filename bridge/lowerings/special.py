@@ -85,8 +85,8 @@ def zeta(x: Any, q: Any, *, results: Any) -> Array:
         q, total = state
         return jnp.where(is_below(q), q + 1, q), total + jnp.where(is_below(q), q**-x, 0)
 
-    # Other than for whole powers the terms are not real.
-    above = jnp.where(is_below(q) & ((x < 1) | (x != jnp.floor(x))), jnp.nan, q)
+    # Other than for whole powers the terms are not real; from -1e6 down they are too many.
+    above = jnp.where(is_below(q) & ((x < 1) | (x != jnp.floor(x)) | (q < -1e6)), jnp.nan, q)
     above, first = jax.lax.while_loop(lambda state: is_below(state[0]).any(), add, (above, jnp.zeros_like(x)))
     found = first + jax.scipy.special.zeta(x, above)
     limit = jnp.where(q > 1, 0, jnp.where(q == 1, 1, jnp.where(q < 1, jnp.inf, jnp.nan)))
