@@ -28,7 +28,8 @@ rounding.
 
 An operator is *right* in a mode if all its samples are; *refused* if one of them raises an error before there is a
 number; and what may *differ* is listed below. The lists are strict in both directions: the sweep fails for a
-difference that is not listed, and for an entry that is no longer needed.
+difference that is not listed, and for an entry that is no longer needed. The database also lists inputs for which
+torch raises; there `as_jax` has to raise too, and what does not is listed under "errors".
 """
 
 
@@ -48,7 +49,7 @@ def listed() -> str:
 
 
 def _counts() -> str:
-    from operator_sweep import DTYPES, FURTHER, database, modes
+    from operator_samples import DTYPES, FURTHER, database, modes
 
     rows = ["| mode | operators | right | refused | may differ |", "|---|---:|---:|---:|---:|"]
     operators = database()
@@ -64,4 +65,4 @@ def _counts() -> str:
 
 
 if __name__ == "__main__":
-    print(_INTRODUCTION, _counts(), "## What may differ", listed(), sep="\n", end="\n")
+    print(_INTRODUCTION, _counts(), "\n## What may differ\n", listed(), sep="\n")

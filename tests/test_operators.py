@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import jax
 import pytest
-from operator_sweep import DTYPES, database, error_cases, is_named, modes, raises, results, trials, wrong
+from operator_samples import DTYPES, database, error_cases, modes
+from operator_sweep import is_named, raises, results, trials, wrong
 from operator_table import DIFFERENT, DOCUMENT, REFUSED, Table, listed, reason
 
 OPERATORS = database()
