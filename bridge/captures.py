@@ -79,7 +79,7 @@ class Walk(Contents):
     """The key and the captured tensors of a callable and of the values that are passed to it besides tensors."""
 
     def __init__(self, root: object, values: tuple[Any, ...] = ()) -> None:
-        identity = _identity(root)
+        self.identity = identity = _identity(root)
         names = _KNOWN_NAMES.get(identity, frozenset())
         while True:
             self.start(names)

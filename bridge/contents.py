@@ -11,6 +11,7 @@ import operator
 import threading
 import types
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -39,6 +40,8 @@ _OPAQUE = frozenset({"logging", "threading", "asyncio", "concurrent", "multiproc
 
 class Contents:
     """What a walk has found so far, and how it looks into values that are no code."""
+
+    identity: Hashable  # of the function that the walk is over
 
     def start(self, names: frozenset[str]) -> None:
         self.parts: list[Any] = []
@@ -116,11 +119,11 @@ class Contents:
             self.visit_attributes(x, path)
 
     def container(self, x: Any, path: Path) -> None:
-        if self.slot in WRITTEN:
+        self.containers.append((self.slot, x))
+        if (self.identity, self.slot) in WRITTEN:
             self.parts.append("written by the function itself")
             return
         self.parts.append((type(x), len(x)))
-        self.containers.append((self.slot, x))
         if isinstance(x, (list, dict, collections.deque)):
             self.found_places.append(Place(x, path_name(path)))
         if len(x) <= _MANY or not self._many(x, path):

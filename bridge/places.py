@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import types
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 Path = tuple[Any, str] | None
 Slot = tuple[Any, str]  # the code or class that names a container, and the name
 
-# Lists that a traced function was seen to append to, such as a log. They are not part of its key, or each trace would
-# invalidate itself.
-WRITTEN: set[Slot] = set()
+# Lists that a traced function was seen to append to, such as a log, by the function. They are not part of its key, or
+# each trace would invalidate itself.
+WRITTEN: set[tuple[Hashable, Slot]] = set()
 
 
 ABSENT: Any = object()
@@ -132,6 +133,7 @@ class WrittenContainers:
     """Notices which of the containers that a function captures it writes to while it is traced."""
 
     def __init__(self, walk: Walk) -> None:
+        self._function = walk.identity
         self._before = [(slot, container, _content(container)) for slot, container in walk.containers]
 
     def appended(self) -> list[tuple[Slot, list[Any]]]:
@@ -145,7 +147,7 @@ class WrittenContainers:
 
     def remember(self) -> None:
         """Leave lists that were appended to out of all further keys; what was changed otherwise is traced again."""
-        WRITTEN.update(slot for slot, _ in self.appended())
+        WRITTEN.update((self._function, slot) for slot, _ in self.appended())
 
 
 def _content(container: Any) -> list[Any]:
