@@ -252,7 +252,7 @@ def _check_apart(root: Root) -> None:
     with torch._C.DisableTorchFunction():
         spans = {
             i: (t.untyped_storage().data_ptr(), *_span(t))
-            for i, t in enumerate(root.inputs)
+            for i, t in ((i, root.inputs[i]) for i in root.outline.met)
             if t.numel() and not is_traced_tensor(t)
         }
     for i in written & spans.keys():

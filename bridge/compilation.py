@@ -231,6 +231,7 @@ class Outline:
     carried: list[tuple[int, int]]  # inputs that take results as new values, with their history in autograd
     effects: list[Effect]  # what each call leaves in places
     strided: str | None  # the line that asks for elements by their place in memory
+    met: list[int]  # arguments, and captured tensors that functions read or write
     missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
 
     @classmethod
@@ -238,7 +239,8 @@ class Outline:
         assert call.shape is not None
         mutated = [i for i, _ in call.updates]
         left = mutated, call.carried, call.effects
-        return cls(call.shape, call.results, call.draws, *left, call.strided, call.missing)
+        met = [i for i, t in enumerate(root.inputs) if i < root.count or id(t) in call.met]
+        return cls(call.shape, call.results, call.draws, *left, call.strided, met, call.missing)
 
 
 def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:

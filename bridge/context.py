@@ -45,6 +45,7 @@ class Call:
     state: Any = None  # the trace in which buffers may be written
     mapping: object = None
     missing: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    met: set[int] = dataclasses.field(default_factory=set)  # ids of the captured tensors that functions read or write
     # Captured tensors that are written to, their new values, and whether these have a history in autograd.
     mutations: list[tuple[torch.Tensor, Any, bool]] = dataclasses.field(default_factory=list)
     left: list[Left] = dataclasses.field(default_factory=list)

@@ -285,6 +285,7 @@ class _Traced:
             return [tensor_to_array(t) for t in function.captured]
         arrays = []
         for tensor in function.captured:
+            outer.met.add(id(tensor))
             if id(tensor) not in outer.tensors:
                 outer.missing.append(tensor)
                 outer.tensors[id(tensor)] = tensor_to_array(tensor)
