@@ -15,6 +15,7 @@ and its derivatives are again torch's. Every level is recorded when it is first 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,10 +30,15 @@ from jax.interpreters import ad, batching, mlir
 from .conditions import watched
 from .derivatives import jvp_rule, vjp_rule, with_captured
 from .graph import Graph, Meta, read, run
+from .pruning import for_outputs
 from .recording import record
 from .versions import enable_x64
 
 Arrays = Sequence[jax.Array]
+
+
+class DeletedFunction(RuntimeError):
+    """A function that is gone was to be recorded once more."""
 
 
 class Source:
@@ -86,7 +92,7 @@ class TorchFunction:
         """The function itself, for further recordings."""
         source = self._source()
         if source is None:
-            raise RuntimeError("a torch function was asked for a further derivative after it had been deleted")
+            raise DeletedFunction("a torch function was asked for a further derivative after it had been deleted")
         return source
 
     @property
@@ -106,11 +112,20 @@ class TorchFunction:
             self._graphs[need] = next((g for g in larger if g is not None), None) or self._record(need)
         return self._graphs[need]
 
-    def _record(self, need: tuple[bool, ...]) -> Graph:
-        graph, captured = record(self.source.fun, self.arguments, need, self.captured, clocks=self.source.clocks)
+    def _record(self, need: tuple[bool, ...], live: Sequence[int] | None = None) -> Graph:
+        source = self.source
+        graph, captured = record(source.fun, self.arguments, need, source.captured, clocks=source.clocks, live=live)
         if len(captured) != len(self.captured):
             raise TypeError("a tensor is captured only while the function is differentiated; pass it as an argument")
         return graph
+
+    def backward(self, need: tuple[bool, ...], live: tuple[bool, ...]) -> tuple[Graph, bool]:
+        """The recording with the cotangents of some differentiable outputs; whether it reads the usual residuals."""
+        whole = self.graph(need)
+        part = whole if all(live) else for_outputs(whole, live)
+        if part is not None:
+            return part, True
+        return self._record(need, list(itertools.compress(self.differentiable(need), live))), False
 
     def program(self, kind: type[Any], *args: Any) -> Any:
         """The program of a kind, made once: equal calls then share their compiled code."""
@@ -118,31 +133,33 @@ class TorchFunction:
             self._programs[kind, args] = kind(self, *args)
         return self._programs[kind, args]
 
-    def vjp(self, need: tuple[bool, ...]) -> TorchFunction:
-        """(inputs, cotangents of the differentiable outputs) -> gradients, as a torch function of its own."""
-        return self._derive("vjp", need, [self.outputs[i] for i in self.differentiable(need)])
+    def vjp(self, need: tuple[bool, ...], live: tuple[bool, ...]) -> TorchFunction:
+        """(inputs, cotangents of the live differentiable outputs) -> gradients, as a torch function of its own."""
+        outputs = tuple(itertools.compress(self.differentiable(need), live))
+        return self._derive("vjp", need, outputs, [self.outputs[i] for i in outputs])
 
     def jvp(self, need: tuple[bool, ...]) -> TorchFunction:
         """(inputs, tangents of the needed inputs) -> tangents of the differentiable outputs."""
-        return self._derive("jvp", need, [meta for meta, n in zip(self.metas, need, strict=True) if n])
+        tangents = [meta for meta, n in zip(self.metas, need, strict=True) if n]
+        return self._derive("jvp", need, tuple(self.differentiable(need)), tangents)
 
     def differentiable(self, need: tuple[bool, ...]) -> list[int]:
         return [i for i, d in enumerate(self.graph(need).differentiable) if d]
 
-    def _derive(self, kind: str, need: tuple[bool, ...], extra: list[Meta]) -> TorchFunction:
+    def _derive(self, kind: str, need: tuple[bool, ...], outputs: tuple[int, ...], extra: list[Meta]) -> TorchFunction:
         source = self.source
-        if (kind, need) not in source.derived:
+        if (kind, need, outputs) not in source.derived:
             rule = vjp_rule if kind == "vjp" else jvp_rule
             mutated = set(self.mutated)
             call = functools.partial(with_captured, source.fun, len(self.arguments), source.captured, mutated)
-            inputs, outputs = len(self.metas), self.differentiable(need)
+            inputs = len(self.metas)
 
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
                 return rule(call, tensors[:inputs], tensors[inputs:], need, outputs)
 
             inner = Source(derived, clocks=self.source.clocks)
-            source.derived[kind, need] = TorchFunction(inner, [*self.metas, *extra]), inner
-        return source.derived[kind, need][0]
+            source.derived[kind, need, outputs] = TorchFunction(inner, [*self.metas, *extra]), inner
+        return source.derived[kind, need, outputs][0]
 
 
 # Programs: what the two primitives carry. Each takes a key first, then arrays.
@@ -202,11 +219,15 @@ class Saving(Forward):
 
 
 class Backward:
-    """Inputs, residuals, cotangents -> gradients, complex ones in JAX's convention (the conjugate of torch's)."""
+    """Inputs, residuals, cotangents -> gradients, complex ones in JAX's convention (the conjugate of torch's).
 
-    def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
-        self.function, self.need = function, need
-        self.graph = function.graph(need)
+    The cotangents are those of the ``live`` ones among the differentiable outputs: the others have none.
+    """
+
+    def __init__(self, function: TorchFunction, need: tuple[bool, ...], live: tuple[bool, ...]) -> None:
+        self.function, self.need, self.live = function, need, live
+        self.graph, self.from_residuals = function.backward(need, live)
+        self.saved = function.graph(need).saved
 
     @functools.cached_property
     def avals(self) -> list[Any]:
@@ -216,8 +237,8 @@ class Backward:
         inputs = len(self.function.metas)
         return (
             arrays[:inputs],
-            arrays[inputs : inputs + len(self.graph.saved)],
-            arrays[inputs + len(self.graph.saved) :],
+            arrays[inputs : inputs + len(self.saved)],
+            arrays[inputs + len(self.saved) :],
         )
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
@@ -226,14 +247,14 @@ class Backward:
             arrays = jax.lax.optimization_barrier(arrays)
         inputs, saved, cotangents = self._split(arrays)
         values: dict[int, Any] = dict(zip([*graph.inputs, *graph.captured], inputs, strict=True))
-        for ref, value in zip(graph.saved, saved, strict=True):
+        for ref, value in zip(self.saved, saved, strict=True) if self.from_residuals else ():
             if ref.item is None:
                 values[ref.node] = value
             else:
                 values.setdefault(ref.node, {})[ref.item] = value
         values.update(zip(graph.cotangents, map(jnp.conj, cotangents), strict=True))
         with enable_x64():
-            run(graph, graph.backward_nodes, values, key)
+            run(graph, graph.backward_nodes if self.from_residuals else graph.all_backward_nodes, values, key)
             gradients = [
                 jnp.zeros(aval.shape, aval.dtype)
                 if gradient is None
@@ -246,7 +267,7 @@ class Backward:
         outs = torch_call_p.bind(*primals, program=self)
         inputs, _, cotangents = self._split(primals[1:])
         moved_inputs, _, moved_cotangents = self._split(tangents[1:])
-        product = self.function.vjp(self.need).program(Forward)
+        product = self.function.vjp(self.need, self.live).program(Forward)
         _, moved = product.jvp(
             [primals[0], *inputs, *map(jnp.conj, cotangents)],
             [None, *moved_inputs, *(None if t is None else jnp.conj(t) for t in moved_cotangents)],
@@ -284,8 +305,12 @@ class Linear:
         _, moved = product.jvp([primals[0], *self._inputs(primals[1:])], [None, *self._inputs(tangents[1:])])
         return outs, moved[: len(outs)]
 
-    def transpose(self, residuals: Arrays, cotangents: Arrays) -> list[jax.Array]:
-        return torch_call_p.bind(*residuals, *cotangents, program=self.function.program(Backward, self.need))
+    def transpose(self, residuals: Arrays, cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients for cotangents, None for one that is not there."""
+        live = tuple(c is not None for c in cotangents)
+        program = self.function.program(Backward, self.need, live)
+        grads = torch_call_p.bind(*residuals, *itertools.compress(cotangents, live), program=program)
+        return [None if made is None else g for g, made in zip(grads, program.graph.gradients, strict=True)]
 
 
 def _evaluate(graph: Graph, key: jax.Array, arrays: Arrays, saving: bool) -> list[jax.Array]:
@@ -339,14 +364,14 @@ class Batched:
         first = lambda r: r[0] if self.size else jnp.zeros(r.shape[1:], r.dtype)
         return [r if mapped or r is None else first(r) for r, mapped in zip(rows, self.mapped, strict=True)]
 
-    def transpose(self, residuals: Arrays, cotangents: Arrays) -> list[jax.Array]:
+    def transpose(self, residuals: Arrays, cotangents: Sequence[Any]) -> list[Any]:
         count = len(residuals)
         grads = jax.vmap(self.inner.transpose, (list(self.axes[:count]), 0), axis_size=self.size)(
             list(residuals), list(cotangents)
         )
         # A tangent that every row shares collects from all rows; one mapped over another axis goes back there.
         return [
-            g.sum(0) if axis is None else jnp.moveaxis(g, 0, axis)
+            None if g is None else g.sum(0) if axis is None else jnp.moveaxis(g, 0, axis)
             for g, axis in zip(grads, self.axes[count:], strict=True)
         ]
 
@@ -412,9 +437,10 @@ def _transpose(cotangents: Sequence[Any], *arrays: Any, program: Any, linear: in
     residuals = arrays[: len(arrays) - linear]
     if any(ad.is_undefined_primal(r) for r in residuals):
         raise NotImplementedError("torch_linear is linear in its tangents only")
-    given = [ad.instantiate_zeros(c) if type(c) is ad.Zero else c for c in cotangents]
-    grads = program.transpose(residuals, given)
-    return [None] * len(residuals) + grads
+    given = [None if type(c) is ad.Zero else c for c in cotangents]
+    grads = [None] * linear if all(c is None for c in given) else program.transpose(residuals, given)
+    zeros = [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in arrays[len(residuals) :]]
+    return [None] * len(residuals) + [z if g is None else g for z, g in zip(zeros, grads, strict=True)]
 
 
 for _primitive in (torch_call_p, torch_linear_p):
