@@ -22,7 +22,7 @@ from .differentiation import DeletedFunction, dependent_outputs
 from .errors import TraceError
 from .graph import unusual_stride
 from .places import Place
-from .pullbacks import Backward, Pullback, gate, independent, jax_cotangents, unread
+from .pullbacks import Backward, Pullback, independent, pull_back, unread
 from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
@@ -151,15 +151,9 @@ class Product(Flat):
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
         call.grad = True
         count = len(self.need)
-        _, pull, _ = pull_back(
-            self.base,
-            call,
-            key,
-            self.need,
-            arrays[:count],
-            lambda outputs: list(itertools.compress(outputs, self.live)),
-        )
-        return [jnp.conj(g) for g in pull(jax_cotangents(arrays[count:]))]
+        inputs = arrays[:count]
+        _, move, _ = linearize(self.base, call, key, self.need, inputs)
+        return pull_back(move, list(itertools.compress(inputs, self.need)), self.live, arrays[count:])
 
 
 class Pushforward(Flat):
@@ -203,18 +197,16 @@ def maps_function(flat: Flat, axes: Sequence[int | None]) -> bool:
     return any(axis is not None for axis in axes[: len(flat.root.inputs)])
 
 
-def pull_back(
-    flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Arrays, then: Callable[[list[Any]], list[Any]]
-) -> tuple[Any, Any, Any]:
-    """``jax.vjp`` of ``then(outputs)`` in the inputs that ``need`` names: the value, the pullback, new buffers."""
+def linearize(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Arrays) -> tuple[Any, Any, Any]:
+    """``jax.linearize`` in the inputs that ``need`` names: outputs, the linear map, and the new values of buffers."""
 
     def run(*needed: Any) -> Any:
         outputs = flat.run(call, key, _merge(need, needed, arrays))
         kind = type(needed[0])
         call.moving = [type(o) is kind for o in outputs]  # the others depend on no needed input
-        return then(outputs), [value for _, value in call.updates]
+        return outputs, [value for _, value in call.updates]
 
-    return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
+    return jax.linearize(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
 
 
 def _merge(need: Sequence[bool], needed: Arrays, arrays: Arrays) -> list[Any]:
@@ -298,16 +290,10 @@ class Program:
 
     def _compile_both(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
         kept: list[Any] = []
-        live: list[bool] = []
-
-        def gates(outputs: list[Any]) -> list[Any]:
-            moving = [m and _inexact(o.dtype) for m, o in zip(call.moving, outputs, strict=True)]
-            many = sum(moving) > 1
-            return [gate(live, i, o) if m and many else o for i, (m, o) in enumerate(zip(moving, outputs, strict=True))]
 
         def forward(key: Any, *arrays: Any) -> Any:
-            outputs, pull, updates = pull_back(flat, call, key, self.need, arrays, gates)
-            leaves, treedef = flatten(pull)
+            outputs, move, updates = linearize(flat, call, key, self.need, arrays)
+            leaves, treedef = flatten(move)
             written = {i for i, _ in (*call.updates, *call.carried)}
             # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
             which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
@@ -325,7 +311,8 @@ class Program:
         if call.missing:
             return
         self._forward = traced.lower().compile()
-        pullback = Pullback(treedef, which, [avals[i] for i in self.saved], residuals, outputs, live)
+        saved, inputs = [avals[i] for i in self.saved], list(itertools.compress(avals, self.need))
+        pullback = Pullback(treedef, which, saved, residuals, inputs, outputs)
         self._backwards: dict[tuple[bool, ...], Backward | None] = {}
         self._pullback: Pullback | None = None
         if sum(self.moving) > 1:

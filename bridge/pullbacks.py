@@ -9,31 +9,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .differentiation import dependent_outputs
 
 
-def gate(live: Sequence[bool], i: int, output: Any) -> Any:
-    """The output itself, whose cotangent counts for absent if ``live`` says so when the pullback runs.
+def pull_back(move: Any, inputs: Sequence[Any], live: Sequence[bool], cotangents: Sequence[Any]) -> list[Any]:
+    """The transpose of what JAX linearised, for cotangents of ``live`` outputs; complex numbers as torch has them.
 
-    JAX's pullbacks take a cotangent of zeros for one that is absent, but not what it stands for.
+    The other outputs are taken out before, also of loops, whose transpose knows absent cotangents of carries no more
+    than JAX's pullbacks do.
     """
-
-    @jax.custom_vjp
-    def same(output: Any) -> Any:
-        return output
-
-    same.defvjp(lambda output: (output, None), lambda _, cotangent: (cotangent if live[i] else None,))
-    return same(output)
+    if not all(live):
+        move = _with_outputs(move, inputs, live)
+    return [jnp.conj(g) for g in jax.linear_transpose(move, *inputs)([jnp.conj(c) for c in cotangents])]
 
 
-def jax_cotangents(cotangents: Sequence[Any]) -> list[Any]:
-    """JAX's cotangents: the conjugates of torch's, and none for integers."""
-    return [
-        jnp.conj(c) if jnp.issubdtype(c.dtype, jnp.inexact) else np.zeros(c.shape, jax.dtypes.float0)
-        for c in cotangents
-    ]
+def _with_outputs(move: Any, inputs: Sequence[Any], live: Sequence[bool]) -> Any:
+    closed = jax.make_jaxpr(lambda *tangents: list(itertools.compress(move(*tangents), live)))(*inputs)
+    jaxpr, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))
+    return lambda *tangents: jax.core.eval_jaxpr(jaxpr, closed.consts, *itertools.compress(tangents, used))
 
 
 class Backward(NamedTuple):
@@ -51,20 +46,15 @@ class Pullback:
     which: list[int | None]  # of its leaves that are inputs
     saved: list[Any]
     residuals: list[Any]
+    inputs: list[Any]
     outputs: list[Any]
-    live: list[bool]  # read by the gates
 
     def compile(self, live: Sequence[bool]) -> Backward:
         def backward(saved: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            inputs, made, given = iter(saved), iter(residuals), iter(cotangents)
-            pull = self.treedef.unflatten([next(made) if i is None else next(inputs) for i in self.which])
-            everything = [
-                next(given) if alive else jnp.zeros(o.shape, o.dtype)
-                for alive, o in zip(live, self.outputs, strict=True)
-            ]
-            return [jnp.conj(g) for g in pull(jax_cotangents(everything))]
+            inputs, made = iter(saved), iter(residuals)
+            move = self.treedef.unflatten([next(made) if i is None else next(inputs) for i in self.which])
+            return pull_back(move, self.inputs, live, cotangents)
 
-        self.live[:] = live
         traced = jax.jit(backward).trace(self.saved, self.residuals, list(itertools.compress(self.outputs, live)))
         absent = independent(traced.jaxpr, len(self.saved) + len(self.residuals))
         return Backward(traced.lower().compile(), absent)

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import func
 
 from microtome.bridge import as_jax, as_torch
-from microtome.torch_api import clipped_grad, micro_grad
+from microtome.torch_api import clipped_grad, micro_grad, microbatch
 
 INF = [0.0, 0.0, 0.5]
 
@@ -222,6 +222,13 @@ def test_auxiliary_results():
     right = func.grad(lambda p: loss(p, x)[0])(p)
     torch.testing.assert_close(micro_grad(loss, has_aux=True, microbatch_size=2)(p, x)[0], right)
     torch.testing.assert_close(clipped_grad(loss, has_aux=True, l2_clip_norm=1e6)(p, x)[0], right)
+
+
+def test_outputs_of_microbatches():
+    p, x = torch.zeros(3, requires_grad=True), torch.arange(1.0, 5).reshape(4, 1)
+    fun = lambda p, x: ((p * x + x).square().sum(), (1e5 / (p * x)).sum())
+    right = torch.autograd.grad(fun(p, x)[0], p)
+    _assert_same(torch.autograd.grad(microbatch(fun, 1, 2)(p, x)[0], p), right)
 
 
 def test_backward_passes_are_compiled_once():
