@@ -41,8 +41,8 @@ def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[tor
         return _Transformed.apply(flat, key, *tensors)
     program = find_program(flat, tensors)
     if any(program.need):
-        linked = [t.detach() if i in program.unlinked else t for i, t in enumerate(tensors)]
-        return _present(program, _Differentiable.apply(flat, program, key, *linked))
+        tensors = [t.detach() if i in program.unread else t for i, t in enumerate(tensors)]
+        return _present(program, _Differentiable.apply(flat, program, key, *tensors))
     return _present(program, program.forward(key, tensors)[0])
 
 
@@ -96,6 +96,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flat: Flat, program: Program, key: Any, *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)  # an output without a cotangent is not one with a cotangent of zeros
         # A buffer that the call writes to: a second derivative starts from the value that it had.
         before = [t.clone() if i in program.written else t for i, t in enumerate(tensors)]
         made, residuals = program.forward(key, tensors)
@@ -111,20 +112,24 @@ class _Differentiable(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         program: Program = ctx.program
+        given = [c for c in cotangents if c is not None]
+        if not given:
+            return None, None, None, *(None for _ in program.need)
         saved = ctx.saved_tensors  # raises torch's own error if they were freed, or written to
         if ctx.again is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: the values that the call saved were freed. "
                 "Specify retain_graph=True in the first backward pass."
             )
-        if torch.is_grad_enabled() or program.recompute or is_transformed(cotangents) or _is_batched(cotangents):
-            grads = _from_inputs(ctx.again, program.need, cotangents)
-        else:
+        grads: Any = None
+        if not (torch.is_grad_enabled() or program.recompute or is_transformed(given) or _is_batched(given)):
             tensors, rest = iter(saved[len(program.saved) :]), iter(ctx.rest)
             residuals = [tensor_to_array(next(tensors)) if c else next(rest) for c in ctx.crossing]
             grads = program.backward(saved[: len(program.saved)], residuals, cotangents)
+        if grads is None:
+            grads = _from_inputs(ctx.again, program.need, cotangents)
         if not ti.graph_is_kept():
             ctx.again = ctx.rest = None
         found = iter(grads)
@@ -135,19 +140,22 @@ def _is_batched(cotangents: Sequence[torch.Tensor]) -> bool:
     return any(map(ti.is_legacy_batchedtensor, cotangents))
 
 
-def _from_inputs(again: Any, need: tuple[bool, ...], cotangents: Sequence[torch.Tensor]) -> Sequence[Any]:
+def _from_inputs(again: Any, need: tuple[bool, ...], cotangents: Sequence[torch.Tensor | None]) -> Sequence[Any]:
     flat, key, tensors, versions = again
     if [t._version for t in tensors] != versions:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation between "
             "the forward pass and a backward pass that starts from the inputs"
         )
-    product = Product(flat, need)
-    if not _is_batched(cotangents):
-        return apply(product, key, [*tensors, *cotangents])
+    given = [c for c in cotangents if c is not None]
+    if not given:
+        return [None] * sum(need)
+    product = Product(flat, need, tuple(c is not None for c in cotangents))
+    if not _is_batched(given):
+        return apply(product, key, [*tensors, *given])
     # torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own, which autograd.Function does not know.
-    batched = [ti.is_legacy_batchedtensor(c) for c in cotangents]
-    rows = [ti.legacy_rows(c) if b else c for c, b in zip(cotangents, batched, strict=True)]
+    batched = [ti.is_legacy_batchedtensor(c) for c in given]
+    rows = [ti.legacy_rows(c) if b else c for c, b in zip(given, batched, strict=True)]
     size = next(r.shape[0] for r, b in zip(rows, batched, strict=True) if b)
     axes = (*(None for _ in tensors), *(0 if b else None for b in batched))
     return [
@@ -170,6 +178,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         flat, key, *tensors = inputs
+        ctx.set_materialize_grads(False)
         ctx.flat, ctx.key = flat, key
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
@@ -177,9 +186,13 @@ class _Transformed(torch.autograd.Function):
         ctx.mark_non_differentiable(*(o for o, m in zip(output, ctx.moving, strict=True) if not m))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         need = tuple(n and _inexact(t) for n, t in zip(ctx.needs_input_grad[2:], ctx.saved_tensors, strict=True))
-        found = iter(apply(Product(ctx.flat, need), ctx.key, [*ctx.saved_tensors, *cotangents]))
+        live = tuple(c is not None for c in cotangents)
+        if not any(live):
+            return None, None, *(None for _ in need)
+        given = [c for c in cotangents if c is not None]
+        found = iter(apply(Product(ctx.flat, need, live), ctx.key, [*ctx.saved_tensors, *given]))
         return None, None, *(next(found) if n else None for n in need)
 
     @staticmethod

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.experimental.layout import Format, Layout
 
@@ -18,10 +18,11 @@ from .bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, as_before
 from .bounds import Failures
 from .captures import Walk
 from .context import Call, running
-from .differentiation import dependent_outputs, read_inputs
+from .differentiation import DeletedFunction, dependent_outputs
 from .errors import TraceError
 from .graph import unusual_stride
 from .places import Place
+from .pullbacks import Backward, Pullback, independent, pull_back, unread
 from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
@@ -140,18 +141,19 @@ class Root(Flat):
 
 
 class Product(Flat):
-    """Inputs and cotangents of all outputs -> gradients for the inputs that ``need`` names, in torch's convention."""
+    """Inputs and cotangents of ``live`` outputs -> gradients for the inputs that ``need`` names, as torch has them."""
 
-    def __init__(self, base: Flat, need: tuple[bool, ...]) -> None:
-        self.base, self.need = base, need
-        self.key = "product", need, base.key
+    def __init__(self, base: Flat, need: tuple[bool, ...], live: tuple[bool, ...]) -> None:
+        self.base, self.need, self.live = base, need, live
+        self.key = "product", need, live, base.key
         self.first_cotangent = len(need)
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
         call.grad = True
         count = len(self.need)
-        _, pull, _ = pull_back(self.base, call, key, self.need, arrays[:count])
-        return [jnp.conj(g) for g in pull(jax_cotangents(arrays[count:]))]
+        inputs = arrays[:count]
+        _, move, _ = linearize(self.base, call, key, self.need, inputs)
+        return pull_back(move, list(itertools.compress(inputs, self.need)), self.live, arrays[count:])
 
 
 class Pushforward(Flat):
@@ -195,8 +197,8 @@ def maps_function(flat: Flat, axes: Sequence[int | None]) -> bool:
     return any(axis is not None for axis in axes[: len(flat.root.inputs)])
 
 
-def pull_back(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Arrays) -> tuple[Any, Any, Any]:
-    """``jax.vjp`` in the inputs that ``need`` names: outputs, the pullback, and the new values of buffers."""
+def linearize(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Arrays) -> tuple[Any, Any, Any]:
+    """``jax.linearize`` in the inputs that ``need`` names: outputs, the linear map, and the new values of buffers."""
 
     def run(*needed: Any) -> Any:
         outputs = flat.run(call, key, _merge(need, needed, arrays))
@@ -204,20 +206,12 @@ def pull_back(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Ar
         call.moving = [type(o) is kind for o in outputs]  # the others depend on no needed input
         return outputs, [value for _, value in call.updates]
 
-    return jax.vjp(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
+    return jax.linearize(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
 
 
 def _merge(need: Sequence[bool], needed: Arrays, arrays: Arrays) -> list[Any]:
     rest = iter(needed)
     return [next(rest) if n else a for n, a in zip(need, arrays, strict=True)]
-
-
-def jax_cotangents(cotangents: Arrays) -> list[Any]:
-    """JAX's cotangents: the conjugates of torch's, and none for integers."""
-    return [
-        jnp.conj(c) if jnp.issubdtype(c.dtype, jnp.inexact) else np.zeros(c.shape, jax.dtypes.float0)
-        for c in cotangents
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,17 +250,18 @@ def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
 class Program:
     """A flat function compiled for inputs of one form: forward, and where an input requires grad, backward.
 
-    It keeps compiled code and shapes, no tensors and no functions.
+    It keeps compiled code and shapes, no tensors. Where several outputs can be differentiated it also keeps what JAX
+    linearised: which of them have cotangents is seen in a backward pass, and compiled for then.
     """
 
     def __init__(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
         root = flat.root
         self.need = tuple(torch.is_grad_enabled() and is_differentiable(t) for t in tensors)
-        # Inputs that are no part of the graph for autograd: state that is only read as a number, or not read at all.
-        self.unlinked: set[int] = set()
+        self.device, self.grad = root.device, root.grad
         self.recompute = root.recompute and flat is root
         call = Call({}, None, root.device, root.grad)
         call.failures = self._failures = Failures()
+        self._lock = threading.Lock()
         avals = _avals(tensors, root.device)
         with enable_x64(), running(call), as_before(root.before):
             if any(self.need) and not self.recompute:
@@ -288,20 +283,19 @@ class Program:
             return outputs, [value for _, value in call.updates] if flat is flat.root else [], []
 
         traced = jax.jit(forward).trace(_KEY, *avals)
+        self.unread = unread(traced.jaxpr)
         self.saved: list[int] = []
         depends = dependent_outputs(traced.jaxpr, [False, *self.need])
         self.moving = [d and _inexact(aval.dtype) for d, aval in zip(depends, traced.out_info[0], strict=False)]
         self.absent_outputs = self._zero_gradients(flat, traced)
-        read = read_inputs(traced.jaxpr)[1:]
-        self.unlinked = {i for i, n in enumerate(self.need) if n and not read[i]}
         self._forward = None if call.missing else traced.lower().compile()
 
     def _compile_both(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
         kept: list[Any] = []
 
         def forward(key: Any, *arrays: Any) -> Any:
-            outputs, pull, updates = pull_back(flat, call, key, self.need, arrays)
-            leaves, treedef = flatten(pull)
+            outputs, move, updates = linearize(flat, call, key, self.need, arrays)
+            leaves, treedef = flatten(move)
             written = {i for i, _ in (*call.updates, *call.carried)}
             # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
             which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
@@ -309,12 +303,8 @@ class Program:
             updates = updates if flat is flat.root else []
             return outputs, updates, [leaf for leaf, i in zip(leaves, which, strict=True) if i is None]
 
-        def backward(saved: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            given, made = iter(saved), iter(residuals)
-            pull = treedef.unflatten([next(made) if i is None else next(given) for i in which])
-            return [jnp.conj(g) for g in pull(jax_cotangents(cotangents))]
-
         traced = jax.jit(forward).trace(_KEY, *avals)
+        self.unread = unread(traced.jaxpr)
         treedef, which = kept
         outputs, _, residuals = traced.out_info
         self.saved = [i for i in which if i is not None]
@@ -322,18 +312,24 @@ class Program:
         self.absent_outputs = self._zero_gradients(flat, traced)
         if call.missing:
             return
-        pulled = jax.jit(backward).trace([avals[i] for i in self.saved], residuals, outputs)
-        self._absent = _independent(pulled.jaxpr, len(self.saved) + len(residuals))
-        needed = [i for i, n in enumerate(self.need) if n]
-        self.unlinked = {i for i, absent in zip(needed, self._absent, strict=True) if absent}
-        self._forward, self._backward = traced.lower().compile(), pulled.lower().compile()
+        self._forward = traced.lower().compile()
+        saved, inputs = [avals[i] for i in self.saved], list(itertools.compress(avals, self.need))
+        pullback = Pullback(treedef, which, saved, residuals, inputs, outputs)
+        self._backwards: dict[tuple[bool, ...], Backward | None] = {}
+        self._pullback: Pullback | None = None
+        if sum(self.moving) > 1:
+            self._pullback = pullback
+        elif any(self.moving):
+            made = self._backwards[tuple(self.moving)] = pullback.compile(self.moving)
+            needed = (i for i, n in enumerate(self.need) if n)
+            self.unread |= {i for i, absent in zip(needed, made.absent, strict=True) if absent}
 
     @staticmethod
     def _zero_gradients(flat: Flat, traced: Any) -> list[bool]:
         """Which outputs are gradients that do not depend on the cotangents: these are zero, and torch says None."""
         if flat.first_cotangent is None:
             return []
-        return _independent(traced.jaxpr, flat.first_cotangent + 1)[: len(traced.out_info[0])]
+        return independent(traced.jaxpr, flat.first_cotangent + 1)[: len(traced.out_info[0])]
 
     def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
         """Outputs and residuals; buffers are updated."""
@@ -346,23 +342,39 @@ class Program:
                     tensors[i].copy_(array_to_tensor(value))
         return made, residuals
 
-    def backward(self, saved: Sequence[torch.Tensor], residuals: Any, cotangents: Sequence[torch.Tensor]) -> Any:
-        """Gradients for the needed inputs, None where there is none."""
+    def backward(
+        self, saved: Sequence[torch.Tensor], residuals: Any, cotangents: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None] | None:
+        """Gradients for the needed inputs, None where there is none; None if they have to start from the inputs."""
+        live = tuple(m and c is not None for m, c in zip(self.moving, cotangents, strict=True))
+        if not any(live):
+            return [None] * sum(self.need)
+        program = self._backward_of(live)
+        if program is None:
+            return None
         with enable_x64():
-            given = [tensor_to_array(c.contiguous()) for c in cotangents]
-            found = self._backward(list(map(tensor_to_array, saved)), residuals, given)
-            made = [None if absent else array_to_tensor(g) for absent, g in zip(self._absent, found, strict=True)]
+            given = [tensor_to_array(c.contiguous()) for c, alive in zip(cotangents, live, strict=True) if alive]  # type: ignore[union-attr]
+            found = program.compiled(list(map(tensor_to_array, saved)), residuals, given)
+            made = [None if absent else array_to_tensor(g) for absent, g in zip(program.absent, found, strict=True)]
             self._failures.check()
             return made
+
+    def _backward_of(self, live: tuple[bool, ...]) -> Backward | None:
+        with self._lock:
+            if live not in self._backwards:
+                assert self._pullback is not None
+                call = Call({}, None, self.device, self.grad)
+                call.failures = self._failures
+                with enable_x64(), running(call):
+                    try:
+                        self._backwards[live] = self._pullback.compile(live)
+                    except DeletedFunction:
+                        self._backwards[live] = None
+            return self._backwards[live]
 
     def memory_analysis(self) -> Any:
         """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""
         return self._forward.memory_analysis()  # type: ignore[union-attr]
-
-
-def _independent(jaxpr: Any, first: int) -> list[bool]:
-    """Which results do not depend on the inputs from ``first`` on."""
-    return [not d for d in dependent_outputs(jaxpr, [i >= first for i in range(len(jaxpr.in_avals))])]
 
 
 def _inexact(dtype: Any) -> bool:

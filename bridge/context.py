@@ -57,6 +57,7 @@ class Call:
     updates: list[tuple[int, Any]] = dataclasses.field(default_factory=list)  # inputs that take values without history
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     repeats: collections.Counter[Hashable] = dataclasses.field(default_factory=collections.Counter)
+    functions: list[Any] = dataclasses.field(default_factory=list)  # kept, for what a derivative asks to record later
     draws: bool = False
     strided: str | None = None  # the line that asks for elements by their place in memory
     has_floats: bool = False  # Python floats among the arguments are inputs

@@ -59,9 +59,10 @@ def with_captured(
     """Call ``fun`` with the captured tensors replaced by inputs, copies of those that it writes to."""
     # Buffers are written once, by the function itself, and not by its derivatives.
     inputs = tuple(t.clone() if i in mutated else t for i, t in enumerate(inputs))
-    substitution = ti.Substitution(dict(zip(map(id, captured), inputs[count:], strict=True)))
+    swaps = dict(zip(map(id, captured), inputs[count:], strict=True))
+    substitution = ti.Substitution(swaps)
     with substitution, ti.entering_functorch(substitution.swap):
-        return fun(*inputs[:count])
+        return [swaps.get(id(output), output) for output in fun(*inputs[:count])]
 
 
 def _tracked(inputs: Sequence[torch.Tensor], need: Sequence[bool]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,10 +32,15 @@ from .conditions import watched
 from .derivatives import jvp_rule, vjp_rule, with_captured
 from .errors import TraceError
 from .graph import Graph, Meta, read, run
+from .pruning import for_outputs
 from .recording import record
 from .versions import enable_x64
 
 Arrays = Sequence[jax.Array]
+
+
+class DeletedFunction(RuntimeError):
+    """A function that is gone was to be recorded once more."""
 
 
 class Source:
@@ -56,11 +62,15 @@ class Source:
         self.derived: dict[Any, tuple[TorchFunction, Source]] = {}
 
     def record(
-        self, metas: Sequence[Meta], need: Sequence[bool], wants: Callable[[torch.Tensor], bool] = lambda _: False
+        self,
+        metas: Sequence[Meta],
+        need: Sequence[bool],
+        wants: Callable[[torch.Tensor], bool] = lambda _: False,
+        live: Sequence[int] | None = None,
     ) -> tuple[Graph, list[torch.Tensor]]:
-        """Record the function, and the gradients that are needed."""
+        """Record the function, and the gradients that are needed, of all outputs or of the ``live`` ones."""
         try:
-            recorded = record(self.fun, metas, need, self.captured, wants, self.clocks)
+            recorded = record(self.fun, metas, need, self.captured, wants, self.clocks, live)
         except BaseException:
             with contextlib.suppress(TraceError):
                 self.check()
@@ -106,7 +116,7 @@ class TorchFunction:
         """The function itself, for further recordings."""
         source = self._source()
         if source is None:
-            raise RuntimeError("a torch function was asked for a further derivative after it had been deleted")
+            raise DeletedFunction("a torch function was asked for a further derivative after it had been deleted")
         return source
 
     @property
@@ -126,11 +136,19 @@ class TorchFunction:
             self._graphs[need] = next((g for g in larger if g is not None), None) or self._record(need)
         return self._graphs[need]
 
-    def _record(self, need: tuple[bool, ...]) -> Graph:
-        graph, captured = self.source.record(self.arguments, need)
+    def _record(self, need: tuple[bool, ...], live: Sequence[int] | None = None) -> Graph:
+        graph, captured = self.source.record(self.arguments, need, live=live)
         if len(captured) != len(self.captured):
             raise TypeError("a tensor is captured only while the function is differentiated; pass it as an argument")
         return graph
+
+    def backward(self, need: tuple[bool, ...], live: tuple[bool, ...]) -> tuple[Graph, bool]:
+        """The recording with the cotangents of some differentiable outputs; whether it reads the usual residuals."""
+        whole = self.graph(need)
+        part = whole if all(live) else for_outputs(whole, live)
+        if part is not None:
+            return part, True
+        return self._record(need, list(itertools.compress(self.differentiable(need), live))), False
 
     def program(self, kind: type[Any], *args: Any) -> Any:
         """The program of a kind, made once: equal calls then share their compiled code."""
@@ -138,31 +156,33 @@ class TorchFunction:
             self._programs[kind, args] = kind(self, *args)
         return self._programs[kind, args]
 
-    def vjp(self, need: tuple[bool, ...]) -> TorchFunction:
-        """(inputs, cotangents of the differentiable outputs) -> gradients, as a torch function of its own."""
-        return self._derive("vjp", need, [self.outputs[i] for i in self.differentiable(need)])
+    def vjp(self, need: tuple[bool, ...], live: tuple[bool, ...]) -> TorchFunction:
+        """(inputs, cotangents of the live differentiable outputs) -> gradients, as a torch function of its own."""
+        outputs = tuple(itertools.compress(self.differentiable(need), live))
+        return self._derive("vjp", need, outputs, [self.outputs[i] for i in outputs])
 
     def jvp(self, need: tuple[bool, ...]) -> TorchFunction:
         """(inputs, tangents of the needed inputs) -> tangents of the differentiable outputs."""
-        return self._derive("jvp", need, [meta for meta, n in zip(self.metas, need, strict=True) if n])
+        tangents = [meta for meta, n in zip(self.metas, need, strict=True) if n]
+        return self._derive("jvp", need, tuple(self.differentiable(need)), tangents)
 
     def differentiable(self, need: tuple[bool, ...]) -> list[int]:
         return [i for i, d in enumerate(self.graph(need).differentiable) if d]
 
-    def _derive(self, kind: str, need: tuple[bool, ...], extra: list[Meta]) -> TorchFunction:
+    def _derive(self, kind: str, need: tuple[bool, ...], outputs: tuple[int, ...], extra: list[Meta]) -> TorchFunction:
         source = self.source
-        if (kind, need) not in source.derived:
+        if (kind, need, outputs) not in source.derived:
             rule = vjp_rule if kind == "vjp" else jvp_rule
             mutated = set(self.mutated)
             call = functools.partial(with_captured, source.fun, len(self.arguments), source.captured, mutated)
-            inputs, outputs = len(self.metas), self.differentiable(need)
+            inputs = len(self.metas)
 
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
                 return rule(call, tensors[:inputs], tensors[inputs:], need, outputs)
 
             inner = Source(derived, clocks=source.clocks, check=source.check)
-            source.derived[kind, need] = TorchFunction(inner, [*self.metas, *extra]), inner
-        return source.derived[kind, need][0]
+            source.derived[kind, need, outputs] = TorchFunction(inner, [*self.metas, *extra]), inner
+        return source.derived[kind, need, outputs][0]
 
 
 # Programs: what the two primitives carry. Each takes a key first, then arrays.
@@ -222,11 +242,15 @@ class Saving(Forward):
 
 
 class Backward:
-    """Inputs, residuals, cotangents -> gradients, complex ones in JAX's convention (the conjugate of torch's)."""
+    """Inputs, residuals, cotangents -> gradients, complex ones in JAX's convention (the conjugate of torch's).
 
-    def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
-        self.function, self.need = function, need
-        self.graph = function.graph(need)
+    The cotangents are those of the ``live`` ones among the differentiable outputs: the others have none.
+    """
+
+    def __init__(self, function: TorchFunction, need: tuple[bool, ...], live: tuple[bool, ...]) -> None:
+        self.function, self.need, self.live = function, need, live
+        self.graph, self.from_residuals = function.backward(need, live)
+        self.saved = function.graph(need).saved
 
     @functools.cached_property
     def avals(self) -> list[Any]:
@@ -236,8 +260,8 @@ class Backward:
         inputs = len(self.function.metas)
         return (
             arrays[:inputs],
-            arrays[inputs : inputs + len(self.graph.saved)],
-            arrays[inputs + len(self.graph.saved) :],
+            arrays[inputs : inputs + len(self.saved)],
+            arrays[inputs + len(self.saved) :],
         )
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
@@ -246,14 +270,14 @@ class Backward:
             arrays = jax.lax.optimization_barrier(arrays)
         inputs, saved, cotangents = self._split(arrays)
         values: dict[int, Any] = dict(zip([*graph.inputs, *graph.captured], inputs, strict=True))
-        for ref, value in zip(graph.saved, saved, strict=True):
+        for ref, value in zip(self.saved, saved, strict=True) if self.from_residuals else ():
             if ref.item is None:
                 values[ref.node] = value
             else:
                 values.setdefault(ref.node, {})[ref.item] = value
         values.update(zip(graph.cotangents, map(jnp.conj, cotangents), strict=True))
         with enable_x64():
-            run(graph, graph.backward_nodes, values, key)
+            run(graph, graph.backward_nodes if self.from_residuals else graph.all_backward_nodes, values, key)
             gradients = [
                 jnp.zeros(aval.shape, aval.dtype)
                 if gradient is None
@@ -266,7 +290,7 @@ class Backward:
         outs = torch_call_p.bind(*primals, program=self)
         inputs, _, cotangents = self._split(primals[1:])
         moved_inputs, _, moved_cotangents = self._split(tangents[1:])
-        product = self.function.vjp(self.need).program(Forward)
+        product = self.function.vjp(self.need, self.live).program(Forward)
         _, moved = product.jvp(
             [primals[0], *inputs, *map(jnp.conj, cotangents)],
             [None, *moved_inputs, *(None if t is None else jnp.conj(t) for t in moved_cotangents)],
@@ -304,8 +328,12 @@ class Linear:
         _, moved = product.jvp([primals[0], *self._inputs(primals[1:])], [None, *self._inputs(tangents[1:])])
         return outs, moved[: len(outs)]
 
-    def transpose(self, residuals: Arrays, cotangents: Arrays) -> list[jax.Array]:
-        return torch_call_p.bind(*residuals, *cotangents, program=self.function.program(Backward, self.need))
+    def transpose(self, residuals: Arrays, cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients for cotangents, None for one that is not there."""
+        live = tuple(c is not None for c in cotangents)
+        program = self.function.program(Backward, self.need, live)
+        grads = torch_call_p.bind(*residuals, *itertools.compress(cotangents, live), program=program)
+        return [None if made is None else g for g, made in zip(grads, program.graph.gradients, strict=True)]
 
 
 def _evaluate(graph: Graph, key: jax.Array, arrays: Arrays, saving: bool) -> list[jax.Array]:
@@ -359,14 +387,14 @@ class Batched:
         first = lambda r: r[0] if self.size else jnp.zeros(r.shape[1:], r.dtype)
         return [r if mapped or r is None else first(r) for r, mapped in zip(rows, self.mapped, strict=True)]
 
-    def transpose(self, residuals: Arrays, cotangents: Arrays) -> list[jax.Array]:
+    def transpose(self, residuals: Arrays, cotangents: Sequence[Any]) -> list[Any]:
         count = len(residuals)
         grads = jax.vmap(self.inner.transpose, (list(self.axes[:count]), 0), axis_size=self.size)(
             list(residuals), list(cotangents)
         )
         # A tangent that every row shares collects from all rows; one mapped over another axis goes back there.
         return [
-            g.sum(0) if axis is None else jnp.moveaxis(g, 0, axis)
+            None if g is None else g.sum(0) if axis is None else jnp.moveaxis(g, 0, axis)
             for g, axis in zip(grads, self.axes[count:], strict=True)
         ]
 
@@ -432,9 +460,10 @@ def _transpose(cotangents: Sequence[Any], *arrays: Any, program: Any, linear: in
     residuals = arrays[: len(arrays) - linear]
     if any(ad.is_undefined_primal(r) for r in residuals):
         raise NotImplementedError("torch_linear is linear in its tangents only")
-    given = [ad.instantiate_zeros(c) if type(c) is ad.Zero else c for c in cotangents]
-    grads = program.transpose(residuals, given)
-    return [None] * len(residuals) + grads
+    given = [None if type(c) is ad.Zero else c for c in cotangents]
+    grads = [None] * linear if all(c is None for c in given) else program.transpose(residuals, given)
+    zeros = [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in arrays[len(residuals) :]]
+    return [None] * len(residuals) + [z if g is None else g for z, g in zip(zeros, grads, strict=True)]
 
 
 for _primitive in (torch_call_p, torch_linear_p):
@@ -449,24 +478,6 @@ ad.primitive_transposes[torch_linear_p] = _transpose
 def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     """Which results of a closed jaxpr depend on the inputs that are named."""
     return _depend(jaxpr.jaxpr, inputs)
-
-
-def read_inputs(jaxpr: Any) -> list[bool]:
-    """Which inputs of a closed jaxpr its results are computed from."""
-    return _read(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-
-
-def _read(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
-    live = {v for v, o in zip(jaxpr.outvars, outputs, strict=True) if o and not isinstance(v, jex.Literal)}
-    for equation in reversed(jaxpr.eqns):
-        wanted = [v in live for v in equation.outvars]
-        if not any(wanted):
-            continue
-        read = [True] * len(equation.invars)
-        if equation.primitive.name in ("jit", "pjit"):
-            read = _read(equation.params["jaxpr"].jaxpr, wanted)
-        live.update(v for v, r in zip(equation.invars, read, strict=True) if r and not isinstance(v, jex.Literal))
-    return [v in live for v in jaxpr.invars]
 
 
 def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:

@@ -8,6 +8,7 @@ the other half reads are the residuals.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -107,6 +108,8 @@ class Graph:
     outputs: list[Value]
     output_metas: list[Meta]
     differentiable: list[bool]
+    reach: list[int]  # for each output, bit by bit, the inputs to which autograd goes back from it
+    own: list[int]  # and the user's own backward passes on the way
     need: tuple[bool, ...]  # the inputs, arguments and then captured tensors, to which the gradients belong
     gradients: list[Value | None]
     mutations: list[tuple[int, Value]]  # (index into the captured tensors, the value that it ends with)
@@ -128,6 +131,7 @@ class Graph:
         self.forward_nodes = [i for i in numbered if i in forward]
         self.saving_nodes = [i for i in numbered if i in forward or (i in backward and i not in after)]
         self.backward_nodes = [i for i in numbered if i in backward and i in after]
+        self.all_backward_nodes = [i for i in numbered if i in backward]
         inner = set(self.saving_nodes)
         read = {Ref(leaf.node, leaf.item) for i in self.backward_nodes for leaf in self._refs(i) if leaf.node in inner}
         read |= {g for g in self.gradients if type(g) is Ref and g.node in inner}
@@ -191,7 +195,15 @@ class Graph:
             return None
         gradients = iter(self.gradients)
         found = [(n, next(gradients)) for n, mine in zip(need, self.need, strict=True) if mine]
-        return dataclasses.replace(self, need=need, gradients=[gradient for n, gradient in found if n])
+        wanted = bits(need)
+        moving = [d and bool(reach & wanted) for d, reach in zip(self.differentiable, self.reach, strict=True)]
+        return dataclasses.replace(
+            self,
+            need=need,
+            gradients=[gradient for n, gradient in found if n],
+            differentiable=moving,
+            cotangents=list(itertools.compress(self.cotangents, itertools.compress(moving, self.differentiable))),
+        )
 
     def _refs(self, i: int) -> Iterable[Ref]:
         node = self.nodes[i]
@@ -227,6 +239,11 @@ class Graph:
             assert meta is not None
             metas.append(meta)
         return metas
+
+
+def bits(flags: Iterable[bool]) -> int:
+    """The flags as the bits of one number, the first as the lowest."""
+    return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
 # Ops that take no more than dtype and shape from a tensor.
@@ -295,7 +312,12 @@ def _apart(operand: Any, node: Node, place: int) -> Any:
 def read(values: dict[int, Any], value: Value) -> jax.Array:
     """The array that a Ref or a Const stands for."""
     if isinstance(value, Const):
-        return jnp.asarray(value.array)
+        array = value.array
+        return (
+            jnp.asarray(array)
+            if any(array.strides)
+            else jnp.full(array.shape, array.flat[0] if array.size else 0, array.dtype)
+        )
     found = values[value.node]
     return found if value.item is None else found[value.item]
 

@@ -274,7 +274,7 @@ class Recorder(ti.TorchDispatchMode):
         index, single = len(self.nodes), isinstance(out, torch.Tensor)
         results = tuple(Meta.of(o) if isinstance(o, torch.Tensor) else None for o in outs)
         draw = self.draw_number() if random else None
-        self.nodes.append(Node(func, values, _Spec(spec), results, single, draw, user_line()))
+        self.nodes.append(Node(func, values, Spec(spec), results, single, draw, user_line()))
         if single:
             return self._own(out, tensors, Ref(index))
         owned = [self._own(o, tensors, Ref(index, j)) if isinstance(o, torch.Tensor) else o for j, o in enumerate(outs)]
@@ -293,7 +293,7 @@ class Recorder(ti.TorchDispatchMode):
             inner: list[Any] = [ti.from_fun(t.detach()) if isinstance(t, ti.FunctionalTensor) else t for t in tensors]
             values = (*map(self.value, inner), *more)
             index = len(self.nodes)
-            spec = _Spec(ti.torch_pytree.tree_structure((values, {})))
+            spec = Spec(ti.torch_pytree.tree_structure((values, {})))
             self.nodes.append(Node(op, values, spec, tuple(results), False, draw, user_line()))
             outs = []
             for j, meta in enumerate(results):
@@ -372,7 +372,7 @@ class Barrier:
         return [x | zero.astype(x.dtype) if x.dtype == jnp.bool_ else x * (1 - zero).astype(x.dtype) for x in values]
 
 
-class _Spec:
+class Spec:
     """A torch pytree structure with the one method that running a graph needs."""
 
     __slots__ = ("spec",)

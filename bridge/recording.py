@@ -15,7 +15,7 @@ import contextlib
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ def record(
     known: Sequence[torch.Tensor],
     wants: Callable[[torch.Tensor], bool] = lambda _: False,
     clocks: bool = False,
+    live: Container[int] | None = None,
 ) -> tuple[Graph, list[torch.Tensor]]:
     """Record ``fun(*tensors) -> tensors`` and, for the inputs that ``need`` names, its vector-Jacobian product.
 
@@ -66,6 +67,7 @@ def record(
         known: captured tensors found by an earlier recording, in order.
         wants: whether to record the gradient of a captured tensor that is met for the first time.
         clocks: whether the function's code may read a clock.
+        live: the outputs that have a cotangent; all that are differentiable, unless given.
 
     Returns:
         The graph, and the captured tensors: ``known`` and then whatever was met for the first time.
@@ -77,11 +79,11 @@ def record(
     with _LOCK, _apart_from_callers():
         try:
             with watching(clocks):
-                return _record_leaves(fun, metas, need, known, wants)
+                return _record_leaves(fun, metas, need, known, wants, live)
         except TraceError as error:
             # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
             with ti.compiling(), contextlib.suppress(Exception), watching(clocks):
-                return _record_leaves(fun, metas, need, known, wants)
+                return _record_leaves(fun, metas, need, known, wants, live)
             raise error
 
 
@@ -124,13 +126,15 @@ def _unchanged_generators() -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _record_leaves(fun: Any, metas: Any, need: Any, known: Any, wants: Any) -> tuple[Graph, list[torch.Tensor]]:
+def _record_leaves(
+    fun: Any, metas: Any, need: Any, known: Any, wants: Any, live: Any
+) -> tuple[Graph, list[torch.Tensor]]:
     try:
-        return _record_once(fun, metas, need, known, wants)
+        return _record_once(fun, metas, need, known, wants, live)
     except WrittenLeaf:
         # To record a gradient every captured tensor is a leaf, which one that has a history is not outside.
         try:
-            return _record_once(fun, metas, need, known, wants, copies=True)
+            return _record_once(fun, metas, need, known, wants, live, copies=True)
         except WrittenLeaf as error:
             raise TraceError(str(error)) from error.__cause__
 
@@ -151,7 +155,7 @@ def _naming_refusals(recorder: Recorder) -> Iterator[None]:
 
 
 def _record_once(
-    fun: Any, metas: Any, need: Any, known: Any, wants: Any, copies: bool = False
+    fun: Any, metas: Any, need: Any, known: Any, wants: Any, live: Any, copies: bool = False
 ) -> tuple[Graph, list[torch.Tensor]]:
     recorder = Recorder()
     captured = Captured(recorder, known, wants, copies)
@@ -178,12 +182,13 @@ def _record_once(
                     row.check_writes()
             if recorder.refusal is not None:  # the function caught it, and went another way than it would in torch
                 raise recorder.refusal
-            differentiable = [o.requires_grad for o in outputs]
-            cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
             wanted = [a for a, n in zip(arguments, need, strict=False) if n]
             new = captured.tensors[len(known) :]
             need = [*need, *(Meta.of(t).differentiable and wants(t) for t in new)]
             wanted_captured = [t for t, n in zip(captured.tensors, need[len(metas) :], strict=True) if n]
+            reach, own = _reached(outputs, [*arguments, *captured.tensors], need, captured)
+            differentiable = [bool(r) and (live is None or i in live) for i, r in enumerate(reach)]
+            cotangents = [recorder.input(Meta.of(o)) for o, d in zip(outputs, differentiable, strict=True) if d]
             written = captured.finals()
             gradients = _gradients(
                 [o for o, d in zip(outputs, differentiable, strict=True) if d],
@@ -201,7 +206,9 @@ def _record_once(
                         "running statistics in a block that torch.utils.checkpoint runs again), which a compiled call "
                         "does not repeat there. Leave it out of the block, or call .eval() on the layer."
                     )
-        graph = _graph(recorder, captured, inner, arguments, cotangents, outputs, differentiable, gradients, need)
+        graph = _graph(
+            recorder, captured, inner, arguments, cotangents, outputs, differentiable, reach, own, gradients, need
+        )
     return graph, captured.tensors
 
 
@@ -227,6 +234,39 @@ def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captur
     return gradients
 
 
+def _reached(outputs: Any, inputs: Any, need: Sequence[bool], captured: Captured) -> tuple[list[int], list[int]]:
+    """For each output, as bits: the needed inputs to which autograd goes back, and the user's Functions on the way."""
+    bit: dict[Any, int] = {}
+    with torch._C.DisableTorchFunction():
+        for i, (tensor, needed) in enumerate(zip(inputs, need, strict=True)):
+            for end in (tensor, captured.leaves.get(id(tensor), tensor)) if needed else ():
+                bit[id(end) if end.grad_fn is None else end.grad_fn] = 1 << i
+        masks: dict[Any, tuple[int, int]] = {None: (0, 0)}
+        functions = 0
+        stack = [o.grad_fn for o in outputs]
+        while stack:
+            node = stack[-1]
+            if node in masks:
+                stack.pop()
+                continue
+            is_own = hasattr(node, "_forward_cls")
+            end = node if node in bit or is_own else id(getattr(node, "variable", None))  # of a leaf
+            following = [] if end in bit else [following for following, _ in node.next_functions]
+            missing = [n for n in following if n not in masks]
+            if missing:
+                stack += missing
+                continue
+            own = 0
+            if is_own:
+                own, functions = 1 << functions, functions + 1
+            reach = bit.get(end, 0)
+            for n in following:
+                reach, own = reach | masks[n][0], own | masks[n][1]
+            masks[node] = reach, own
+        found = [masks[o.grad_fn] if o.grad_fn is not None else (bit.get(id(o), 0), 0) for o in outputs]
+    return [reach for reach, _ in found], [own for _, own in found]
+
+
 def _graph(
     recorder: Recorder,
     captured: Captured,
@@ -235,6 +275,8 @@ def _graph(
     cotangents: Any,
     outputs: Any,
     differentiable: Any,
+    reach: Any,
+    own: Any,
     gradients: Any,
     need: Any,
 ) -> Graph:
@@ -260,6 +302,8 @@ def _graph(
         outputs=[value(o) for o in outputs],
         output_metas=[Meta.of(o) for o in outputs],
         differentiable=list(differentiable),
+        reach=reach,
+        own=own,
         need=tuple(need),
         gradients=[None if g is None else value(g) for g in gradients],
         mutations=mutations,

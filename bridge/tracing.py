@@ -160,6 +160,8 @@ class _Traced:
                 raise FloatsAreStatic
             walk = Walk(self.torch_fun, structure.fixed)
             made = self._find(structure, arrays, walk, outer)
+            if outer is not None:
+                outer.functions.append(made)
             captured = self._captured(made.tracing, outer)
             make_key = functools.partial(_draw_key, key, rows, outer, walk.key, arrays)
             results = made.tracing.call(make_key, [*arrays, *captured])
