@@ -116,6 +116,8 @@ def rescale_by_norm(scale_fn: Callable[[jax.Array], jax.Array], *, nan_safe: boo
         scale = jnp.asarray(scale_fn(norm))
         if scale.shape:
             raise ValueError(f"scale_fn must return a number, got shape {scale.shape}.")
+        if jnp.iscomplexobj(scale):
+            raise TypeError(f"scale_fn must return a real number, got {scale.dtype.name}.")
         keep = jnp.isfinite(norm) & jnp.isfinite(scale) if nan_safe else None
         return jax.tree.map(lambda g: _times(g, scale, keep), grads)
 
@@ -246,6 +248,9 @@ def clipped_grad(
     * Differentiated itself, it is computed the plain way.
     * The squares of each factor have to fit the dtype, not only those of the product: in float32, a layer whose inputs
       are all below 1e-19 (while cotangents are huge) gets no right norm.
+    * Where the products that a norm is the sum of cancel to less than two digits (inputs with a large offset, whose
+      cotangents add up to zero over the steps of a sequence), the norm is overestimated: the bound holds, and the
+      example counts for less than it could. Take the offset off the inputs, or compute in float64.
     * In half precision the sum is more accurate: products are accumulated in float32 and rounded once. So a product
       beyond float16's range, infinite in the plain computation, is clipped like others. (A cast to float16 stays one.)
 
@@ -368,7 +373,7 @@ def clipped_grad(
             example, batch = prepared(args, kwargs, is_padding_example, raw=False)
             grads, aux = accumulate(example, batch, options.plan(batch.rows), joined, jax.vmap, factored=True)
             if isinstance(normalize_by, jax.core.Tracer) or normalize_by != 1.0:
-                grads = jax.tree.map(lambda g: g / jnp.asarray(normalize_by, g.dtype), grads)
+                grads = jax.tree.map(lambda g: (g / jnp.asarray(normalize_by, wide(g.dtype))).astype(g.dtype), grads)
             if keep_batch_dim:
                 aux = aux._replace(aux=jax.tree.map(_without_row_axis, aux.aux))
         return (grads, aux) if has_output else grads
@@ -378,13 +383,15 @@ def clipped_grad(
         example, batch = prepared(args, kwargs, is_padding_example, raw=True)
         return explained(example, batch, joined, options.plan(batch.rows).size)
 
+    # In Python's floats where they are known: whole numbers and half precision would wrap or overflow.
+    known = [n.astype(wide(n.dtype)) if isinstance(n, jax.core.Tracer) else float(n) for n in norms]
     if rescale_to_unit_norm:
         bound: Any = math.sqrt(len(norms))
     elif len(norms) == 1:
-        bound = norms[0]
+        bound = known[0]
     else:
-        squares = sum(n * n for n in norms)
-        bound = math.sqrt(squares) if isinstance(squares, (int, float)) else jnp.sqrt(squares)
+        squares = sum(n * n for n in known)
+        bound = math.sqrt(squares) if isinstance(squares, float) else jnp.sqrt(squares)
     return ClippedGrad(grads_of, bound / normalize_by, has_output, explain)
 
 

@@ -517,20 +517,67 @@ def self_inner(term: Term, dtype: Any) -> Any:
     found = _over_taps([term], lambda part: self_inner(part, dtype))
     if found is not None:
         return jnp.sum(found[0])
-    injective = all(p.static for p in term.places.values())
-    entries = [k for x in term.out for k in (term.places[x].labels if x in term.places else (x,))]
-    if injective and len(set(entries)) == len(entries):
-        groups, flags = [f.labels for f in term.factors], [f.batched for f in term.factors]
-        copy = {x: new_label() for x in term.sizes if x not in entries}
-        sizes = term.sizes | {copy[x]: n for x, n in term.sizes.items() if x in copy}
-        again = [tuple(copy.get(x, x) for x in g) for g in groups]
-        # Writing and reading the array costs more than as many multiplications.
-        direct = _path(groups, flags, entries, sizes)[1] + 8 * math.prod(sizes[x] for x in entries)
-        if direct <= _path([*groups, *again], [*flags, *flags], (), sizes)[1]:
-            values = _einsum(_expanded(term.factors), entries, term.sizes, dtype, term.precision)
-            return jnp.sum(jnp.square(_scaled(values, term.scale)))
+    if _is_direct(term):
+        values = _einsum(_expanded(term.factors), _entries(term), term.sizes, dtype, term.precision)
+        return jnp.sum(jnp.square(_scaled(values, term.scale)))
     value = inner(term, term, dtype)
     return jnp.zeros((), dtype) if value is None else value
+
+
+def _entries(term: Term) -> list[Label]:
+    """The labels that tell the entries of the result apart, of those that stand in it at known places."""
+    return [k for x in term.out for k in (term.places[x].labels if x in term.places else (x,))]
+
+
+def _is_direct(term: Term) -> bool:
+    """Whether the squared norm is taken from the array itself."""
+    entries = _entries(term)
+    if not all(p.static for p in term.places.values()) or len(set(entries)) < len(entries):
+        return False
+    groups, flags = [f.labels for f in term.factors], [f.batched for f in term.factors]
+    copy = {x: new_label() for x in term.sizes if x not in entries}
+    sizes = term.sizes | {copy[x]: n for x, n in term.sizes.items() if x in copy}
+    again = [tuple(copy.get(x, x) for x in g) for g in groups]
+    # Writing and reading the array costs more than as many multiplications.
+    direct = _path(groups, flags, entries, sizes)[1] + 8 * math.prod(sizes[x] for x in entries)
+    return direct <= _path([*groups, *again], [*flags, *flags], (), sizes)[1]
+
+
+def _reach(term: Term, dtype: Any) -> Any:
+    """What the norm of a term would be if nothing in it cancelled; None where that is not looked into."""
+    if any(isinstance(f, Windows) for f in term.factors):
+        return None
+    kept = {x for x in term.out if x not in term.places}
+    lengths = []
+    for f in term.factors:
+        square = jnp.square(f.array.astype(dtype))
+        own = tuple(i for i, x in enumerate(f.labels) if x in kept)
+        labels = tuple(x for x in f.labels if x not in kept)
+        lengths.append(Factor(jnp.sqrt(jnp.sum(square, own)), labels, f.batched))
+    value = _einsum(lengths, (), term.sizes, dtype, None)
+    return _masked(jnp.abs(_scaled(value, term.scale)), term.mask)
+
+
+def _trusted(total: Any, terms: Sequence[Term], dtype: Any) -> Any:
+    """A squared norm that rounding has not made too small.
+
+    A sum of products of factors (Gram matrices, several terms) loses digits where they cancel, which the gradient
+    itself keeps: inputs with an offset, whose cotangents add up to zero. Where less than two digits are left, the norm
+    is taken for as large as it may be: an example is then clipped more than it had to be, but never less.
+    """
+    if len(terms) == 1 and (_is_direct(terms[0]) or all(n == 1 for n in _summed(terms[0]).values())):
+        return total
+    reach = [_reach(t, dtype) for t in terms]
+    if any(r is None for r in reach):
+        return total
+    error = 4 * jnp.finfo(dtype).eps * jnp.square(sum(reach))
+    return jnp.where(total < 100 * error, total + error, total)
+
+
+def _summed(term: Term) -> dict[Label, int]:
+    """The labels that are summed over, or that meet where indices do, with their lengths."""
+    kept = {x for x in term.out if x not in term.places}
+    return {x: term.sizes[x] for f in term.factors for x in f.labels if x not in kept}
 
 
 def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
@@ -545,7 +592,7 @@ def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
             if product is not None:
                 total = total + 2 * _masked(_masked(product, a.mask), b.mask)
     # Where entries of a product cancel, rounding may leave less than nothing.
-    return jnp.maximum(total, 0)
+    return _trusted(jnp.maximum(total, 0), terms, dtype) if terms else total
 
 
 def working(terms: Sequence[Term], dtype: Any) -> Any:

@@ -394,3 +394,37 @@ def test_a_traced_clip_norm_that_is_not_positive_gives_nan():
         assert np.isnan(jax.jit(lambda bound: clipped(ROWS_OF, bound)[0]["w"])(bad)).all()
         fun = lambda bound: micro_grad(linear, transform_fn=clip_by_global_norm(bound))(PARAMS, ROWS_OF)[0]["w"]
         assert np.isnan(jax.jit(fun)(bad)).all()
+
+
+def test_the_bound_holds_where_gram_matrices_cancel():
+    rng = np.random.default_rng(0)
+    w, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 32), (3, 32)))
+    noise = rng.normal(size=(3, 2, 32))
+    near = noise[:, :1] + 1e-4 * noise
+    loss = lambda w, batch: jnp.sum(batch[1] * ((batch[0] @ w)[0] - (batch[0] @ w)[1]))
+    clipped = jax.jit(clipped_grad(loss, l2_clip_norm=1e-3, return_grad_norms=True, keep_batch_dim=False))
+    for x in (noise, noise + 100, noise + 1e4, near):
+        x = jnp.asarray(x, jnp.float32)
+        right = jax.vmap(lambda x, v: jnp.linalg.norm(jax.grad(loss)(w, (x, v))))(x, v)
+        norms = clipped(w, (x, v))[1].grad_norms
+        assert (norms > 0.99 * right).all()
+        for row in range(3):
+            part = clipped(w, (x[row : row + 1], v[row : row + 1]))[0]
+            assert jnp.linalg.norm(part) < 1e-3 * 1.01
+    np.testing.assert_allclose(
+        clipped(w, (jnp.asarray(noise, jnp.float32), v))[1].grad_norms,
+        jax.vmap(lambda x, v: jnp.linalg.norm(jax.grad(loss)(w, (x, v))))(jnp.asarray(noise, jnp.float32), v),
+        rtol=1e-5,
+    )
+
+
+def test_norms_of_narrow_types_and_large_divisors():
+    loss = lambda w, x: jnp.sum(w * x)
+    eight = {"a": np.int8(100), "b": np.int8(100)}
+    assert clipped_grad(loss, l2_clip_norm=eight).sensitivity() == pytest.approx(141.42, rel=1e-4)
+    assert clipped_grad(loss, l2_clip_norm=np.float16(300)).sensitivity() == 300
+    w, x = jnp.ones(4, jnp.float16), jnp.full((256, 4), 2, jnp.float16)
+    got = clipped_grad(loss, l2_clip_norm=1.0, normalize_by=70000.0, keep_batch_dim=False)(w, x)
+    np.testing.assert_allclose(np.asarray(got, np.float32), 256 / 2 / 70000, rtol=1e-2)
+    with pytest.raises(TypeError, match="scale_fn must return a real number"):
+        rescale_by_norm(lambda n: n * 1j)(w)
