@@ -113,10 +113,17 @@ class Watched:
         self._empty_caches()
 
     def written(self) -> str | None:
-        """The first place that is not a library's and that holds something else now; all are put back."""
-        names = [self.places[n].name(key) for n, key, _, _ in self._changes() if not self.places[n].is_library]
-        self.restore()
-        return next(iter(names), None)
+        """The first place that is not a library's and that holds something else now; all are put back then.
+
+        Lists that plain values are appended to are logs, which may grow once for each trace.
+        """
+        for number, key, old, new in self._changes():
+            place = self.places[number]
+            is_log = place.is_sequence and old is ABSENT and not tensors_in(new)
+            if not place.is_library and not is_log:
+                self.restore()
+                return place.name(key)
+        return None
 
     def settle(self, results: Results, first: bool) -> tuple[list[Effect], list[Scratch]]:
         """Put everything back; what each call has to write, and what is only scratch.
