@@ -11,14 +11,15 @@ STAMPS := $(VENV)/.stamps
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help demo test sweeps lint types format bench docs clean
+.PHONY: help demo test sweeps long lint types format bench docs clean
 .NOTPARALLEL:
 .SECONDARY:
 
 help:
 	@echo "make demo    run the guided example"
 	@echo "make test    run the tests but for the slow sweeps (WORKERS=$(WORKERS), PYTEST_ARGS=...)"
-	@echo "make sweeps  run the slow sweeps: torch's operator database, many models and shapes"
+	@echo "make sweeps  run the slow sweeps: an eighth of torch's operator database, many models and shapes"
+	@echo "make long    run the rest of the operator database and thousands of random programs"
 	@echo "make lint    check style, format and types"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench   run the benchmarks"
@@ -31,10 +32,13 @@ demo: $(STAMPS)/examples
 # These tests compile much and run little: they are faster without LLVM's optimisation of the machine code, which decides
 # neither what XLA fuses nor the memory that it plans. The sweeps run as a user's programs do.
 test: $(STAMPS)/test $(STAMPS)/examples
-	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not long" $(PYTEST_ARGS)
 
 sweeps: $(STAMPS)/test $(STAMPS)/examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
+
+long: $(STAMPS)/test
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

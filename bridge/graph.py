@@ -170,7 +170,7 @@ class Graph:
             one, two = self.nodes[i], other.nodes[j]
             assert one is not None
             assert two is not None
-            if one.op is not two.op or len(one.leaves) != len(two.leaves) or one.draw != two.draw:
+            if not _is_same_op(one.op, two.op) or len(one.leaves) != len(two.leaves) or one.draw != two.draw:
                 return False
             if not all(map(same, one.leaves, two.leaves)):
                 return False
@@ -267,6 +267,13 @@ def depend(nodes: Sequence[Node | None], values: Iterable[Value], inputs: set[in
             stack += node.refs()
         seen.add(i)
     return not seen.isdisjoint(inputs)
+
+
+def _is_same_op(one: Any, two: Any) -> bool:
+    """Whether two ops are one; calls of compiled functions are made anew in each trace."""
+    if one is two or type(one) is not type(two) or hasattr(one, "overloadpacket"):
+        return one is two
+    return getattr(getattr(one, "flat", None), "key", None) == getattr(getattr(two, "flat", None), "key", None)
 
 
 def _same_array(one: np.ndarray, two: np.ndarray) -> bool:

@@ -88,8 +88,9 @@ def test_random_programs():
     check(range(4))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 3000, 20))
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=pytest.mark.long if n % 500 else pytest.mark.slow) for n in range(1000, 3000, 20)]
+)
 def test_more_random_programs(first):
     check(range(first, first + 20))
 

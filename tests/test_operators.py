@@ -8,6 +8,7 @@ differ from eager torch's, both with the modes and the reason; both lists are st
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -24,9 +25,14 @@ def _without_traces_of_others() -> Iterator[None]:
     jax.clear_caches()  # thousands of programs, none of which runs twice
 
 
-@pytest.mark.slow
+def _spread(names: Any) -> list[Any]:
+    """Every eighth with the sweeps, the others with those that take long."""
+    marks = (pytest.mark.long if i % 8 else pytest.mark.slow for i in range(len(OPERATORS)))
+    return [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=False)]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", _spread(OPERATORS))
 def test_operator(name: str) -> None:
     refusals: dict[str, list[str]] = {}
     different: dict[str, list[str]] = {}
@@ -51,9 +57,8 @@ def _faults(table: Table, what: str, name: str, found: dict[str, list[str]]) -> 
             yield f"{name} no longer {what} in {gone}: take it off the list"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, op in OPERATORS.items() if op.error_inputs_func is not None])
+@pytest.mark.parametrize("name", _spread(name for name, op in OPERATORS.items() if op.error_inputs_func is not None))
 def test_raises_where_torch_does(name: str) -> None:
     computed = [number for number, case in enumerate(error_cases(OPERATORS[name])) if not raises(case)]
     assert bool(computed) == (reason(DIFFERENT, name, "errors") is not None), f"samples {computed} give numbers"

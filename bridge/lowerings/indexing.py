@@ -42,7 +42,7 @@ def _add(at: Any, value: Array) -> Array:
 def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
     """torch's decomposition stretches a source of another shape and takes negative indices, which the op refuses."""
     if x.ndim == 0:
-        return index_add(x[None], 0, index, source.reshape(-1), alpha=alpha)[0]
+        return index_add(x[None], 0, index, source[None], alpha=alpha)[0]
     dim, index = dim % x.ndim, index.reshape(-1)
     if source.shape != (*x.shape[:dim], index.size, *x.shape[dim + 1 :]):
         raise ValueError(f"source of shape {source.shape} for {index.size} rows of a tensor of shape {x.shape}")

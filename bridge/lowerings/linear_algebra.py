@@ -65,6 +65,8 @@ def _check_pivots(pivot: bool) -> None:
 
 def _first(bad: Array) -> Array:
     """LAPACK's ``info``: the first place, counted from 1, where something is bad; 0 if nothing is."""
+    if not bad.shape[-1]:
+        return jnp.zeros(bad.shape[:-1], jnp.int32)
     return jnp.where(bad.any(-1), jnp.argmax(bad, -1) + 1, 0).astype(jnp.int32)
 
 
@@ -77,6 +79,8 @@ def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
 
 @lowering("aten.linalg_cholesky_ex")
 def cholesky_ex(a: Array, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
+    if not a.size:
+        return a, jnp.zeros(a.shape[:-2], jnp.int32)
     lower = _adjoint(a) if upper else a
     factor = jax.lax.linalg.cholesky(lower, symmetrize_input=False)
     return _adjoint(factor) if upper else factor, _not_definite(lower, jnp.diagonal(factor, axis1=-2, axis2=-1))
