@@ -125,10 +125,10 @@ def _derivatives(everything: Any, x: Tensor, count: int, order: int) -> list[lis
     return found
 
 
-def _differing(ours: Tensor, right: Tensor, tolerance: float) -> Tensor:
+def _differing(ours: Tensor, right: Tensor, tolerance: float, absolute: float = 0.0) -> Tensor:
     a, b = ours.detach().double(), right.detach().double()
     smallest = torch.finfo(right.dtype).tiny
-    close = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= tolerance * b.abs())
+    close = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= tolerance * b.abs() + absolute)
     return ~(close | ((a.abs() < smallest) & (b.abs() < smallest)))
 
 
@@ -146,7 +146,8 @@ def _check(dtype: torch.dtype, order: int) -> None:
     wrong = []
     for i, (mine, theirs) in enumerate(zip(ours, right, strict=True)):
         for name, a, b in zip(names, mine, theirs, strict=True):
-            where = _differing(a, b, TOLERANCES[dtype])
+            # The terms of a derivative are about one, and may cancel: some processors add a product in one step.
+            where = _differing(a, b, TOLERANCES[dtype], torch.finfo(dtype).eps if i else 0.0)
             if where.any() and not (i and name in CANCELLING):
                 wrong.append((name, i, x[where].tolist(), a[where].tolist(), b[where].tolist()))
     assert not wrong, "\n".join(map(str, wrong))
