@@ -41,9 +41,15 @@ def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[tor
         return _Transformed.apply(flat, key, *tensors)
     program = find_program(flat, tensors)
     if any(program.need):
-        tensors = [t.detach() if i in program.unread else t for i, t in enumerate(tensors)]
+        tensors = [t.detach() if _is_apart(flat, program, i, t) else t for i, t in enumerate(tensors)]
         return _present(program, _Differentiable.apply(flat, program, key, *tensors))
     return _present(program, program.forward(key, tensors)[0])
+
+
+def _is_apart(flat: Flat, program: Program, i: int, tensor: torch.Tensor) -> bool:
+    """Whether an input is no part of the call's graph: what is not read, and state that is only read as a number."""
+    is_state = i >= flat.root.count and tensor.grad_fn is not None
+    return i in program.unread or (is_state and i in program.flat)
 
 
 def _present(program: Program, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:

@@ -262,6 +262,7 @@ class Program:
         call = Call({}, None, root.device, root.grad)
         call.failures = self._failures = Failures()
         self._lock = threading.Lock()
+        self.flat: set[int] = set()  # inputs whose gradient is zero whatever the cotangents are
         avals = _avals(tensors, root.device)
         with enable_x64(), running(call), as_before(root.before):
             if any(self.need) and not self.recompute:
@@ -322,7 +323,7 @@ class Program:
         elif any(self.moving):
             made = self._backwards[tuple(self.moving)] = pullback.compile(self.moving)
             needed = (i for i, n in enumerate(self.need) if n)
-            self.unread |= {i for i, absent in zip(needed, made.absent, strict=True) if absent}
+            self.flat = {i for i, absent in zip(needed, made.absent, strict=True) if absent}
 
     @staticmethod
     def _zero_gradients(flat: Flat, traced: Any) -> list[bool]:
