@@ -312,11 +312,13 @@ class Recorder(ti.TorchDispatchMode):
         return [new.requires_grad_(t.requires_grad) for new, t in zip(made, tensors, strict=True)]
 
     def _latest(self) -> Ref | None:
-        """The tensor that was recorded last."""
+        """The tensor that was recorded last: the cotangent itself, where nothing was computed from it yet."""
         for i in reversed(range(len(self.nodes))):
             node = self.nodes[i]
-            for item, meta in enumerate(() if node is None else node.results):
-                if node is not None and meta is not None:
+            if node is None:
+                return Ref(i)
+            for item, meta in enumerate(node.results):
+                if meta is not None:
                     return Ref(i, None if node.single else item)
         return None
 
