@@ -139,7 +139,7 @@ class Walk(Contents):
             add(slice)
             self.visit((x.start, x.stop, x.step), path)
         elif isinstance(x, PLAIN) and not is_users(kind):
-            add((kind, x))
+            add((kind, x if kind.__hash__ is not None else repr(x)))
         elif kind is float:
             add(x.hex())
         elif isinstance(x, torch.Tensor):
