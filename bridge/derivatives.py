@@ -17,30 +17,12 @@ from torch.autograd import forward_ad
 
 from . import torch_internals as ti
 from .errors import NoForwardMode, TraceError, user_line
-from .graph import Node, Ref
+from .graph import OF_FORM, Node, Ref
 from .interception import recording
 from .recorder import Barrier, Recorder
 
 # Ops whose result takes only its form from a tensor argument.
-_FORM_ONLY = frozenset(
-    f"aten.{name}"
-    for name in (
-        *(
-            "zeros_like",
-            "ones_like",
-            "full_like",
-            "empty_like",
-            "rand_like",
-            "randn_like",
-            "randint_like",
-            "fill",
-            "zero",
-        ),
-        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
-    )
-)
-
-
+_FORM_ONLY = OF_FORM | {"aten.fill", "aten.zero"}
 # Backward ops that take from an argument its form only: the op, and the place of the argument.
 _FORM_ARGUMENT = {
     f"aten.{name}_backward": 1

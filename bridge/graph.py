@@ -249,7 +249,7 @@ def bits(flags: Iterable[bool]) -> int:
 
 
 # Ops that take no more than dtype and shape from a tensor.
-_OF_FORM = frozenset(
+OF_FORM = frozenset(
     f"aten.{name}"
     for name in (
         *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
@@ -265,7 +265,7 @@ def depend(nodes: Sequence[Node | None], values: Iterable[Value], inputs: set[in
     while stack:
         i = stack.pop()
         node = nodes[i]
-        if i not in seen and node is not None and str(getattr(node.op, "overloadpacket", node.op)) not in _OF_FORM:
+        if i not in seen and node is not None and str(getattr(node.op, "overloadpacket", node.op)) not in OF_FORM:
             stack += node.refs()
         seen.add(i)
     return not seen.isdisjoint(inputs)
