@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import site
 import sys
@@ -70,15 +71,21 @@ def reader(file: str) -> Literal["user", "library", "apart", "import"]:
     return "apart" if inner.split(os.sep)[0] in _APART and not inner.endswith(_HANDS_ON) else "library"
 
 
+def _collects_garbage(code: types.CodeType) -> bool:
+    """Whether this is a finaliser, or code that is called whenever garbage is collected."""
+    return code.co_name == "__del__" or any(getattr(call, "__code__", None) is code for call in gc.callbacks)
+
+
 def asked_by(frame: types.FrameType | None) -> types.CodeType | None:
     """The user's code for which a frame reads something, itself or through libraries; None where there is none.
 
-    Nor is there one while something is imported: that happens once in plain torch too.
+    Nor is there one while something is imported, which happens once in plain torch too, or where the interpreter
+    collects garbage in the midst of the user's code.
     """
     code = None
     while frame is not None:
         kind = reader(frame.f_code.co_filename)
-        if kind == "import" or (kind == "apart" and code is None):
+        if kind == "import" or (kind == "apart" and code is None) or _collects_garbage(frame.f_code):
             return None
         if kind == "user" and code is None:
             code = frame.f_code

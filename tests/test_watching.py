@@ -17,6 +17,7 @@ import datetime
 import decimal
 import enum
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -870,6 +871,29 @@ def test_what_libraries_read_for_themselves_is_let_through(tmp_path: pathlib.Pat
 
     with log:
         torch.testing.assert_close(_through(fun)(_x()), _x() * 2)
+
+
+def test_garbage_that_is_collected_meanwhile_reads_what_it_likes() -> None:
+    read: list[float] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        read.append(perf_counter())
+
+    class Leaving:
+        def __del__(self) -> None:
+            read.append(time.monotonic())
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        Leaving()
+        gc.collect(0)
+        return x * (2.0 if time else 3.0)  # the name makes the trace look for clocks
+
+    gc.callbacks.append(note)
+    try:
+        torch.testing.assert_close(_through(fun)(_x()), _x() * 2)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(read) >= 3
 
 
 def test_names_that_were_put_together_are_known_the_next_time() -> None:
