@@ -143,7 +143,7 @@ def _made(name: str, node: Node, seen: Sequence[Tags]) -> Tags:
         return frozenset((EXPONENTIALS,))
     if name == "neg":  # to XLA a product with -1
         return frozenset(tag for tag in seen[0] if tag in (SPREAD, SCALED) or _is_number(tag))
-    if name in ("_to_copy", "convert_element_type"):
+    if name in ("_to_copy", "to", "convert_element_type"):
         return seen[0] & {CONSTANT, SPREAD, UNIT}
     return _MAKES.get(name, _NOTHING)
 

@@ -55,6 +55,14 @@ QUICK: Table = {
         f"{name} of {dtype}": (getattr(torch.special, name), (COUNTS.to(dtype), t([3, 2, 1, 4, 0])))
         for name, dtype in itertools.product(("hermite_polynomial_h", "laguerre_polynomial_l"), (torch.bool,))
     },
+    **{  # XLA would take the product of a mask for a selection
+        f"{op.__name__} of a mask and {y}": (lambda m, op=op, y=y: op(m, y), (t([True, False]),))
+        for op, y in itertools.product((torch.mul, torch.div), (inf, nan, 0, 0.0))
+    },
+    **{
+        f"{op.__name__} of a mask and an array": (op, (t([True, False, False]), t([0.0, inf, nan])))
+        for op in (torch.mul, torch.div)
+    },
     **{
         f"scatter_reduce {name} of {dtype}": (
             lambda x, y, name=name: x.scatter_reduce(1, PLACES, y, name, include_self=False),

@@ -129,7 +129,7 @@ def div(x: Any, y: Any, *, results: Any) -> Array:
     if not jnp.issubdtype(dtype, jnp.floating):
         return _torchax(aten.div.Tensor, x, y)
     dtype = jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
-    x = jnp.asarray(x, dtype)
+    x = _numbers(x, dtype) if getattr(x, "dtype", None) == np.bool_ else jnp.asarray(x, dtype)
     if isinstance(y, (int, float)):
         info = jnp.finfo(dtype)
         normal, step = float(info.tiny), 2.0 ** (info.nmant + 1)
@@ -139,7 +139,7 @@ def div(x: Any, y: Any, *, results: Any) -> Array:
     return x / jnp.asarray(y, dtype)
 
 
-@lowering("aten._to_copy", "prims.convert_element_type", results=True)
+@lowering("aten._to_copy", "aten.to", "prims.convert_element_type", results=True)
 def to_copy(x: Array, *_: Any, results: Any, **kwargs: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
     if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
