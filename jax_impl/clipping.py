@@ -287,7 +287,7 @@ def clipped_grad(
 
     Returns:
         A function with the arguments of ``fun`` and ``is_padding_example=None``, booleans ``[batch]`` of examples that
-        count as zero whatever they hold. It returns the gradients, or ``(gradients, ClippedAux)`` where values, norms
+        count as zero whatever they hold; their losses and norms mean nothing. It returns the gradients, or ``(gradients, ClippedAux)`` where values, norms
         or auxiliary output were asked for. Its ``sensitivity()`` is the bound on one example's part, its ``explain``
         tells how it computes.
 
@@ -340,6 +340,9 @@ def clipped_grad(
         axes |= {n: axis_of_keyword(v) for n, v in kwargs.items() if n not in axes and n not in shared}
         batch = collect(arguments, args, kwargs, list(axes.items()))
         extra = [] if padding is None else [_checked_padding(padding, batch.rows)]
+        if extra:
+            filled = [_without_padding(x, axis, extra[0]) for x, axis in zip(batch.leaves, batch.axes, strict=True)]
+            batch = dataclasses.replace(batch, leaves=filled)
         key_leaves, key_trees = [], []
         for slot in key_slots:
             leaves, treedef = flatten(read(slot, args, kwargs))
@@ -430,6 +433,16 @@ def _checked_padding(padding: Any, rows: int) -> jax.Array:
     if flags.shape != (rows,):
         raise ValueError(f"is_padding_example must have shape ({rows},), one flag for each example, got {flags.shape}.")
     return flags
+
+
+def _without_padding(leaf: jax.Array, axis: int, padding: jax.Array) -> jax.Array:
+    """The first real example in the place of padding, zeros where there is none: a label of -1 would be refused."""
+    if not padding.size:
+        return leaf
+    real = jax.lax.dynamic_index_in_dim(leaf, jnp.argmin(padding), axis)
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # random keys
+        real = jnp.where(padding.all(), 0, real).astype(leaf.dtype)
+    return jnp.where(jnp.expand_dims(padding, [i for i in range(leaf.ndim) if i != axis]), real, leaf)
 
 
 def _without_row_axis(leaf: jax.Array) -> jax.Array:

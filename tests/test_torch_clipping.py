@@ -231,6 +231,32 @@ def test_a_clip_norm_that_becomes_negative_gives_nan():
         assert all(g.isnan().all() for g in got)
 
 
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_padding_may_hold_what_an_example_must_not(microbatch_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 4))
+    ids, labels, share = torch.randint(5, (6, 2)), torch.randint(4, (6,)), torch.rand(6)
+    padding = torch.tensor([True, False, False, True, False, True])
+
+    def loss(model, ids, labels, share):
+        out = model(ids)
+        return F.cross_entropy(out, labels) + F.binary_cross_entropy(out[:, 0].sigmoid(), share)
+
+    backward = mt.clipped_backward(model, loss, max_grad_norm=1.0, microbatch_size=microbatch_size)
+    backward(ids[~padding], labels[~padding], share[~padding])
+    want = [p.grad for p in model.parameters()]
+    ids[padding], labels[padding], share[padding] = 5, -1, 2.0
+    model.zero_grad()
+    aux = backward(ids, labels, share, is_padding_example=padding)
+    assert len(aux.values) == 3
+    torch.testing.assert_close([p.grad for p in model.parameters()], want)
+    with pytest.raises((IndexError, RuntimeError), match=r"out of range|between 0 and 1"):  # whichever comes first
+        backward(ids, labels, share, is_padding_example=torch.zeros(6, dtype=torch.bool))
+    ids[:], labels[:], share[:] = -7, -1, -2.0
+    with pytest.raises(ValueError, match="empty"):
+        backward(ids, labels, share, is_padding_example=torch.ones(6, dtype=torch.bool))
+
+
 def test_padding_nan_frozen_and_empty():
     model, params, x, y, loss, _ = set_up("linear")
     want, _ = one_by_one(loss, params, x, y, 0.5)
