@@ -287,9 +287,9 @@ def clipped_grad(
 
     Returns:
         A function with the arguments of ``fun`` and ``is_padding_example=None``, booleans ``[batch]`` of examples that
-        count as zero whatever they hold; their losses and norms mean nothing. It returns the gradients, or ``(gradients, ClippedAux)`` where values, norms
-        or auxiliary output were asked for. Its ``sensitivity()`` is the bound on one example's part, its ``explain``
-        tells how it computes.
+        count as zero whatever they hold; their losses and norms mean nothing. It returns the gradients, or
+        ``(gradients, ClippedAux)`` where values, norms or auxiliary output were asked for. Its ``sensitivity()`` is the
+        bound on one example's part, its ``explain`` tells how it computes.
 
     Raises:
         TypeError: A parameter that is not of a real floating-point type, or a loss that is not, a clip norm or another

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .accumulation import AccumulationType, Accumulator, AccumulatorTree, WeightedMean
+from .accumulation import AccumulationType, Accumulator, AccumulatorTree, WeightedMean, weighted_mean
 from .partition import Plan
 from .sums import sum_rows, summed, wide
 from .trees import PyTree, dtype_of, flatten, flatten_with_names, outlined, structure
@@ -32,11 +32,14 @@ class Output:
     zero: bool = False
 
 
-def check_tree(accumulators: AccumulatorTree) -> None:
-    """Raise a TypeError unless every leaf is an accumulator."""
-    for name, leaf in flatten_with_names(accumulators, "accumulator")[0]:
+def checked_tree(accumulators: AccumulatorTree) -> AccumulatorTree:
+    """The tree, ``weighted_mean`` called where the function itself was given; TypeError for what is no accumulator."""
+    named, treedef = flatten_with_names(accumulators, "accumulator")
+    leaves = [weighted_mean() if leaf is weighted_mean else leaf for _, leaf in named]
+    for (name, _), leaf in zip(named, leaves, strict=True):
         if not isinstance(leaf, (Accumulator, AccumulationType)):
             raise TypeError(f"{name} must be an AccumulationType or an Accumulator of microtome, got {leaf!r}.")
+    return treedef.unflatten(leaves)
 
 
 def match(accumulators: AccumulatorTree, outputs: PyTree) -> list[tuple[Any, PyTree]]:

@@ -13,7 +13,7 @@ from .arguments import Arguments, Function, Slot, axis_of_keyword, collect, indi
 from .differentiation import places_to_differentiate, value_and_grad
 from .execution import VmapFn, accumulate, explained
 from .factored import Explanation
-from .fitting import check_tree
+from .fitting import checked_tree
 from .partition import Options
 from .trees import PyTree
 
@@ -99,7 +99,7 @@ def microbatch(
         (Array([0., 2., 4., 6., 8.], dtype=float32), Array(2., dtype=float32))
     """
     options = Options.checked(microbatch_size, remainder, partition, num_real_microbatches)
-    check_tree(accumulator)
+    accumulator = checked_tree(accumulator)
     arguments = Arguments.of(fun)
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
     if not all(isinstance(name, str) for name in names):
@@ -203,7 +203,7 @@ def micro_vmap(
         Array(5., dtype=float32)
     """
     options = Options.checked(microbatch_size, remainder, partition, num_real_microbatches)
-    check_tree(accumulator)
+    accumulator = checked_tree(accumulator)
     arguments = Arguments.of(fun)
     if out_axes != 0:
         raise NotImplementedError(f"out_axes must be 0, got {out_axes!r}. Move the axis in the result instead.")
@@ -319,7 +319,7 @@ def micro_grad(
         (Array([0.6, 1.3], dtype=float32), Array([7. , 0.5], dtype=float32), Array([5. , 0.5], dtype=float32))
     """
     options = Options.checked(microbatch_size, remainder, partition, num_real_microbatches)
-    check_tree(accumulator)
+    accumulator = checked_tree(accumulator)
     arguments = Arguments.of(fun)
     wanted = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
     batched = [arguments.check("batch_argnums", i) for i in indices("batch_argnums", batch_argnums)]

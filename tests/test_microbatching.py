@@ -255,7 +255,12 @@ def test_weighted_mean(partition, size):
 def test_weighted_mean_of_examples(vmap_fn):
     w, x = data(3, 2), data(7, 3, seed=1)
     fun = micro_vmap(
-        token_loss, (None, 0, 0), microbatch_size=2, accumulator=weighted_mean(), remainder="run", vmap_fn=vmap_fn
+        token_loss,
+        (None, 0, 0),
+        microbatch_size=2,
+        accumulator=weighted_mean,
+        remainder="run",
+        vmap_fn=vmap_fn,  # uncalled
     )
     assert_same(fun(w, x, MASK), token_loss(w, x, MASK))
     actual = jax.grad(lambda w: fun(w, x, MASK)[0])(w)

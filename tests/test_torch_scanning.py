@@ -1,5 +1,6 @@
 """``sliced_scan``, ``checkpoint_chunked_scan`` and ``Static`` of torch functions, against a loop in eager torch."""
 
+import inspect
 import re
 
 import hypothesis.strategies as st
@@ -135,6 +136,7 @@ def test_the_gradient_takes_a_fraction_of_the_memory():
         return jax.jit(jax.grad(loss)).lower(jax.numpy.ones(100)).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary("auto") < temporary(None) / 8
+    assert inspect.signature(mt.checkpoint_chunked_scan).parameters["chunk_size"].default == "auto"
 
 
 def test_static():

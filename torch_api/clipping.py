@@ -182,8 +182,8 @@ def clipped_grad(
     Returns:
         ``(*args, is_padding_example=None) -> grads``, or ``(grads, ClippedAux(values, grad_norms, aux))`` where these
         were asked for. ``is_padding_example``: booleans ``[batch]`` of examples that count as zero whatever they hold,
-        their losses and norms mean nothing. Its ``sensitivity()`` bounds one example's part, ``explain(*args)`` says how it computes and
-        ``compiled(*args).memory_analysis()`` what memory it takes.
+        their losses and norms mean nothing. Its ``sensitivity()`` bounds one example's part, ``explain(*args)`` says
+        how it computes and ``compiled(*args).memory_analysis()`` what memory it takes.
 
     Raises:
         TypeError, ValueError: at once for options, at the call for arguments, before anything runs: a clip norm that is

@@ -80,14 +80,14 @@ def checkpoint_chunked_scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
-    chunk_size: int | str | None = None,
+    chunk_size: int | str | None = "auto",
 ) -> tuple[Any, Any]:
     """Run a loop of a torch function as one compiled program, with little memory for ``backward()``.
 
     Equivalent to the loop in :func:`sliced_scan` without its slice. What differs: autograd keeps only the carry at the
     start of each chunk, ``length / chunk_size * carry``, and ``backward()`` computes the chunks a second time, one
-    after another, ``chunk_size * residuals``. With ``chunk_size="auto"``, 10000 steps take the memory of some 200. It
-    is what ``torch.utils.checkpoint`` around every chunk would do, in a loop that does not grow with its length.
+    after another, ``chunk_size * residuals``. By default, 10000 steps take the memory of some 200. It is
+    what ``torch.utils.checkpoint`` around every chunk would do, in a loop that does not grow with its length.
 
     After ``powerpax.checkpoint_chunked_scan``, and the checkpointing of Chen et al., "Training Deep Nets with Sublinear
     Memory Cost" (2016); ``chunk_size="auto"`` is added.
@@ -100,7 +100,7 @@ def checkpoint_chunked_scan(
         length: the number of steps; has to agree with ``xs``.
         reverse: run from the last entry to the first.
         unroll: how many steps to write out in a loop, at most; True for all.
-        chunk_size: steps of a chunk, ``"auto"`` for about √length, or None for a single chunk.
+        chunk_size: steps of a chunk; by default about √length. None for a single chunk, which saves nothing.
 
     Returns:
         ``(carry, ys)``.
@@ -112,7 +112,7 @@ def checkpoint_chunked_scan(
     >>> import torch
     >>> from microtome import torch_api as mt
     >>> x = torch.tensor(1.0, requires_grad=True)
-    >>> final, _ = mt.checkpoint_chunked_scan(lambda c, _: (c.sin(), None), x, length=100, chunk_size="auto")
+    >>> final, _ = mt.checkpoint_chunked_scan(lambda c, _: (c.sin(), None), x, length=100)
     >>> final.backward()
     >>> print(f"{x.grad:.4f}")
     0.0037
