@@ -89,9 +89,17 @@ def jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any, moving: Sequence[i
     pairs = [(g, t) for g, t in zip(found, tangents, strict=False) if g is not None and g.requires_grad]
     if not pairs:
         return [torch.zeros_like(o) for o in outputs]
-    pulled = torch.autograd.grad(
-        [g for g, _ in pairs], cotangents, [t for _, t in pairs], create_graph=True, allow_unused=True
-    )
+    try:
+        pulled = torch.autograd.grad(
+            [g for g, _ in pairs], cotangents, [t for _, t in pairs], create_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        raise NoForwardMode(
+            f"{user_line()}: forward mode (jvp, jacfwd, hessian, linearize) through an op that torch differentiates "
+            f'only once ({error}). Use reverse mode (vjp, jacrev, jacobian(mode="reverse")).'
+        ) from error
     _refuse(flow.reaching(pulled))
     rest = iter(pulled)
     moved = [next(rest) if o.requires_grad else None for o in outputs]

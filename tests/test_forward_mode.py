@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from microtome import torch_api as mt
@@ -150,6 +152,15 @@ def _hooked(hook: Any) -> Callable[[Any], Any]:
         return y**3 * x
 
     return fun
+
+
+def test_ops_that_torch_differentiates_only_once() -> None:
+    x, t = torch.tensor([-4.0, -1.0, 0.5, 2.0, 5.0]), torch.tensor([1.0, -1.0, 2.0, 3.0, 1.0])
+    fun = lambda x: torch.sin(F.hardsigmoid(x) * x) * F.hardsigmoid((x * 2).clone(), inplace=True)
+    assert_same(mt.lift(jax.jvp)(fun, (x,), (t,)), torch.func.jvp(fun, (x,), (t,)))
+    labels = torch.tensor([1, 2, -1, 0, 0])
+    with pytest.raises(NoForwardMode, match=r"test_forward_mode.py:\d+: forward mode .* Use reverse mode"):
+        mt.lift(jax.jvp)(lambda x: F.multilabel_margin_loss(x, labels), (x,), (t,))
 
 
 def test_hooks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -290,6 +291,13 @@ def floor_divide(input: Any, other: Any) -> Any:
     return torch.div(input, other, rounding_mode="floor")
 
 
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """As ``F.hardsigmoid``, of whose backward pass torch has no derivative."""
+    inside = torch.where((input > -3) & (input < 3), input, input.detach().clamp(-3, 3))
+    result = ((inside.to(torch.promote_types(input.dtype, torch.float32)) + 3) / 6).to(input.dtype)
+    return input.copy_(result) if inplace else result
+
+
 def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """As ``F.one_hot``, which does not check its classes where it compares them, as it does in a trace."""
     if num_classes < 1:
@@ -346,5 +354,8 @@ REPLACEMENTS: dict[Any, Any] = {
     F.ctc_loss: ctc_loss,
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
+    F.hardsigmoid: hardsigmoid,
+    torch._C._nn.hardsigmoid: hardsigmoid,
+    torch._C._nn.hardsigmoid_: functools.partial(hardsigmoid, inplace=True),
     F.one_hot: one_hot,
 }
