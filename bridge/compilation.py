@@ -82,7 +82,8 @@ class Root(Flat):
         call.strides = {id(a): s for a, s in zip(arrays, self.strides, strict=False) if s is not None}
         call.enter_body()
         try:
-            results, call.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)
+            made = to_jax_tree(self.body(*arrays[: self.count]), _none_for_integers)
+            results, call.shape = Structure.split(made, is_array)
         finally:
             restore(call.before)
             call.before.clear()
@@ -376,6 +377,11 @@ class Program:
     def memory_analysis(self) -> Any:
         """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""
         return self._forward.memory_analysis()  # type: ignore[union-attr]
+
+
+def _none_for_integers(leaf: Any) -> Any:
+    """What JAX gives for the gradient of whole numbers has no elements; torch says None."""
+    return None if getattr(leaf, "dtype", None) == jax.dtypes.float0 else leaf
 
 
 def _inexact(dtype: Any) -> bool:

@@ -152,8 +152,13 @@ class Recorder(ti.TorchDispatchMode):
             args = self._promoted(func, args, kwargs)
         if func.overloadpacket in IN_FLOAT32 and any(t.dtype in HALF for t in tensors):
             return self._in_float32(func, args, kwargs)
-        decomposed = self._decompose(func, args, kwargs, random)
-        return self._record(func, args, kwargs, tensors, random) if decomposed is NotImplemented else decomposed
+        try:
+            decomposed = self._decompose(func, args, kwargs, random)
+            return self._record(func, args, kwargs, tensors, random) if decomposed is NotImplemented else decomposed
+        except ZeroDivisionError:
+            if all(t.numel() for t in tensors):
+                raise
+            return self._of_nothing(func, args, kwargs)
 
     def _check(self, evidence: torch.Tensor, condition: Condition) -> None:
         self.checks.append(Check(condition, self.value(evidence), user_line()))
@@ -245,6 +250,15 @@ class Recorder(ti.TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         return NotImplemented
+
+    def _of_nothing(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of an op on empty tensors, where torch's decomposition divides by their size: empty, or zero."""
+        device = next(t.device for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        with ti.no_dispatch():
+            given = ti.map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs))
+            results = func(*given[0], **given[1])
+        with self:
+            return ti.map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device), results)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], random: bool) -> Any:
         try:

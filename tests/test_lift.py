@@ -360,6 +360,10 @@ DATA: dict[str, Pair] = {
         lambda: lift(jax.vjp)(_vector, W, X)[1](torch.ones(3)),
         lambda: func.vjp(_vector, W, X)[1](torch.ones(3)),
     ),
+    "vjp's pull, with whole numbers": (
+        lambda: lift(jax.vjp)(lambda x, i: x[i].sum(), X, torch.tensor([1, 1]))[1](torch.tensor(2.0)),
+        lambda: (torch.zeros_like(X).index_fill(0, torch.tensor([1]), 4.0), None),
+    ),
     "vjp's pull, twice": (
         lambda: [p(torch.ones(3)) for p in [lift(jax.vjp)(_vector, W, X)[1]] * 2],
         lambda: [p(torch.ones(3)) for p in [func.vjp(_vector, W, X)[1]] * 2],

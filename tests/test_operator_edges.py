@@ -55,6 +55,15 @@ QUICK: Table = {
         f"{name} of {dtype}": (getattr(torch.special, name), (COUNTS.to(dtype), t([3, 2, 1, 4, 0])))
         for name, dtype in itertools.product(("hermite_polynomial_h", "laguerre_polynomial_l"), (torch.bool,))
     },
+    **{
+        f"{op.__name__} of {dtype} of nothing": (op, (torch.empty(0, 3, dtype=dtype),))
+        for op in (torch.median, torch.nanmedian)
+        for dtype in (torch.float32, torch.int32, torch.uint8)
+    },
+    **{
+        f"{op.__name__} of nothing": (lambda x, op=op: op(x, x.detach() * 2), (torch.empty(0, 3),))
+        for op in (F.mse_loss, F.huber_loss, F.smooth_l1_loss, F.l1_loss)
+    },
     **{  # XLA would take the product of a mask for a selection
         f"{op.__name__} of a mask and {y}": (lambda m, op=op, y=y: op(m, y), (t([True, False]),))
         for op, y in itertools.product((torch.mul, torch.div), (inf, nan, 0, 0.0))

@@ -80,9 +80,15 @@ def _one(x: Array, dim: int) -> tuple[int, ...]:
     return tuple(1 if i == dim % x.ndim else n for i, n in enumerate(x.shape))
 
 
+def _median_of_all(x: Array, skip_nan: bool) -> Array:
+    if x.size == 0:
+        return jnp.asarray(jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min, x.dtype)
+    return _median(x.reshape(-1), 0, False, skip_nan)[0]
+
+
 @lowering("aten.median.default")
 def median(x: Array) -> Array:
-    return _median(x.reshape(-1), 0, False, skip_nan=False)[0]
+    return _median_of_all(x, skip_nan=False)
 
 
 @lowering("aten.median.dim")
@@ -92,7 +98,7 @@ def median_dim(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]
 
 @lowering("aten.nanmedian.default")
 def nanmedian(x: Array) -> Array:
-    return _median(x.reshape(-1), 0, False, skip_nan=True)[0]
+    return _median_of_all(x, skip_nan=True)
 
 
 @lowering("aten.nanmedian.dim")
