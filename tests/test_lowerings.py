@@ -183,6 +183,28 @@ def test_the_gradient_of_ctc_has_none_of_its_own() -> None:
         jax.hessian(fun)(x)
 
 
+PRODUCTS: dict[str, tuple[Fun, tuple[torch.Tensor, ...]]] = {
+    "mv": (lambda a, b: a @ b, (_randn(3, 4), _randn(4))),
+    "dot": (torch.dot, (_randn(4), _randn(4, seed=1))),
+    "vdot": (torch.vdot, (torch.complex(_randn(4), _randn(4, seed=1)), torch.complex(_randn(4, seed=2), _randn(4)))),
+    "mv of whole numbers": (torch.mv, (torch.arange(12).reshape(3, 4), torch.arange(4))),
+    "bilinear": (F.bilinear, (_randn(2, 5, 3), _randn(2, 5, 4), _randn(6, 3, 4), _randn(6))),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_stay_products(name: str) -> None:
+    """torch's decompositions multiply and sum: under a map that takes many times as long."""
+    fun, tensors = PRODUCTS[name]
+    _check(fun, *tensors)
+    rows = as_torch(jax.vmap(as_jax(fun)))(*(torch.stack([t, t + 1]) for t in tensors))
+    expected = [fun(*(t + i for t in tensors)) for i in range(2)]
+    torch.testing.assert_close(rows, torch.stack(expected), rtol=1e-9, atol=1e-9)
+    program = jax.jit(as_jax(fun)).lower(*map(to_jax, tensors)).as_text()
+    assert "dot_general" in program
+    assert "stablehlo.reduce" not in program
+
+
 def test_floor_division_runs_forward_and_has_the_gradient_zero() -> None:
     """In eager torch the result requires a gradient, and asking for it is an error."""
     x = torch.tensor([-3.0, 5.0], requires_grad=True)

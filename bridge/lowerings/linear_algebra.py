@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -215,6 +215,35 @@ def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
         return jnp.zeros(0, a.dtype), jnp.linalg.qr(a, mode="r")
     q, r = jnp.linalg.qr(a, mode=mode)
     return q, r
+
+
+@lowering("aten.mv", "aten.dot")
+def product(a: Array, b: Array) -> Array:
+    """torch's decomposition multiplies and sums, which is no product of matrices to XLA under a map."""
+    return a @ b
+
+
+@lowering("aten.vdot")
+def product_of_conjugate(a: Array, b: Array) -> Array:
+    return jnp.conj(a) @ b
+
+
+@lowering("aten._trilinear")
+def trilinear(
+    a: Array,
+    b: Array,
+    c: Array,
+    expand_a: Sequence[int],
+    expand_b: Sequence[int],
+    expand_c: Sequence[int],
+    summed: Sequence[int],
+    unroll: int = 1,
+) -> Array:
+    """The product of three arrays, each without the axes that it is to be expanded by, summed over some axes."""
+    axes = range(a.ndim + len(expand_a))
+    labels = [[i for i in axes if i not in expanded] for expanded in (expand_a, expand_b, expand_c)]
+    # Two at a time: the array of all products is never made.
+    return jnp.einsum(a, labels[0], b, labels[1], c, labels[2], [i for i in axes if i not in summed], optimize=True)
 
 
 @lowering("aten.addmm", "aten.addmv", results=True)
