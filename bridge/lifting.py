@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from .calling import as_torch, made_from
@@ -21,6 +24,7 @@ from .values import array_to_tensor
 Fun = TypeVar("Fun", bound=Callable[..., Any])
 _MARK = "__microtome_jax__"
 _JAX_MODULES = ("jax", "jaxlib", "optax", "microtome.jax_impl")
+_QUESTIONS = itertools.count()
 _JAX_CODE = os.path.join(os.path.dirname(jax.__file__), "")
 
 
@@ -101,6 +105,43 @@ def _is_of(module: str) -> bool:
     return module in _JAX_MODULES or module.startswith(tuple(m + "." for m in _JAX_MODULES))
 
 
+def answering(question: Callable[..., Any]) -> Callable[..., Any]:
+    """A JAX function that returns no arrays, such as ``explain``, of torch's arguments: traced, and never run."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        answers: dict[int, Any] = {}
+        number = next(_QUESTIONS)  # makes the probe another function each time: one that was traced would not run
+
+        @functools.wraps(question)
+        def probe(*args: Any, **kwargs: Any) -> Any:
+            answers[number] = question(*args, **kwargs)
+            return jnp.zeros(())
+
+        call: Any = as_torch(probe)
+        call.compiled(*args, **kwargs)
+        return answers[number]
+
+    return ask
+
+
+def _with_compiled(made: Any) -> Any:
+    """A function with what is known of it, and the ``compiled`` of the field that it calls, which comes first."""
+    compiled = next(
+        (c for f in dataclasses.fields(made) if (c := getattr(getattr(made, f.name), "compiled", None))), None
+    )
+    if compiled is not None and not hasattr(made, "compiled"):
+        with contextlib.suppress(AttributeError):  # slots
+            object.__setattr__(made, "compiled", compiled)
+    return made
+
+
+def _torch_callable(fun: Any) -> Any:
+    made: Any = as_torch(fun)
+    if callable(getattr(fun, "explain", None)):
+        made.explain = answering(fun.explain)
+    return made
+
+
 def _out(result: Any) -> Any:
     """A result for torch: functions become torch callables, arrays become tensors."""
 
@@ -110,8 +151,9 @@ def _out(result: Any) -> Any:
         if dataclasses.is_dataclass(leaf) and callable(leaf) and not isinstance(leaf, type):
             # A function with what is known of it, as jax_privacy's clipped_grad returns: it calls one of its fields.
             fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
-            return dataclasses.replace(leaf, **{name: convert(value) for name, value in fields.items()})
-        return as_torch(leaf) if inspect.isroutine(leaf) or hasattr(leaf, "__wrapped__") else leaf
+            made = dataclasses.replace(leaf, **{name: convert(value) for name, value in fields.items()})
+            return _with_compiled(made)
+        return _torch_callable(leaf) if inspect.isroutine(leaf) or hasattr(leaf, "__wrapped__") else leaf
 
     if callable(result) and not jax.tree_util.all_leaves([result]):  # such as the pullback of jax.vjp
         return functools.partial(as_torch(lambda function, *args, **kwargs: function(*args, **kwargs)), result)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from microtome import torch_api
+from microtome import jax_impl, torch_api
 from microtome.bridge import as_jax, as_torch, jax_function, lift, to_jax
 
 func = torch.func
@@ -931,3 +931,18 @@ def test_clipped_grad_of_jax_privacy_agrees_with_ours() -> None:
     _same(grads, expected)
     _same(aux.values, ours.values)
     _same(aux.grad_norms, ours.metrics)
+
+
+def test_what_can_be_asked_of_a_function_can_be_asked_of_the_lifted_one() -> None:
+    loss, params, x, y = _classifier()
+    options = {"l2_clip_norm": 1.3, "batch_argnums": (1, 2)}
+    lifted, ours = lift(jax_impl.clipped_grad)(loss, **options), torch_api.clipped_grad(loss, **options)
+    _same(lifted(params, x, y), ours(params, x, y))
+    assert lifted.explain(params, x, y) == ours.explain(params, x, y)
+    assert lifted.explain(params, x, y) == lifted.explain(params, x, y)
+    assert lifted.sensitivity() == 1.3
+    lifted_size, size = (f.compiled(params, x, y).memory_analysis().temp_size_in_bytes for f in (lifted, ours))
+    assert lifted_size <= 1.1 * size
+    per_example = lift(jax_impl.micro_grad)(loss, batch_argnums=(1, 2), microbatch_size=2)
+    assert per_example.explain(params, x, y).paths
+    assert per_example.compiled(params, x, y).memory_analysis() is not None

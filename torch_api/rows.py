@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +14,12 @@ import torch
 
 from ..bridge import as_torch
 from ..bridge.captures import is_traced
+from ..bridge.lifting import answering
 from ..bridge.torch_internals import disable_dynamo
 from ..bridge.tracing import python_function
 from ..bridge.trees import Rows, to_jax_tree, to_torch_tree
 
 Fun = Callable[..., Any]
-_EXPLAINED = itertools.count()
 
 
 def finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recompute: bool = False) -> Fun:
@@ -38,19 +37,11 @@ def finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recomput
 
 def explain_with(explain: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]]) -> Fun:
     """``explain(*leading(*args), *args)``, a JAX function that returns no arrays, for torch's arguments."""
+    ask = answering(_signed(lambda *args, **kwargs: explain(*args, **kwargs), fun))
 
     @functools.wraps(python_function(fun))
     def explained(*args: Any, **kwargs: Any) -> Any:
-        found: dict[int, Any] = {}
-        number = next(_EXPLAINED)  # makes the probe another function each time: one that was traced would not run
-
-        def probe(*args: Any, **kwargs: Any) -> Any:
-            found[number] = explain(*args, **kwargs)
-            return jnp.zeros(())
-
-        call: Any = as_torch(_signed(probe, fun))
-        call.compiled(*leading(*args, **kwargs), *args, **kwargs)
-        return found[number]
+        return ask(*leading(*args, **kwargs), *args, **kwargs)
 
     return explained
 
