@@ -205,6 +205,30 @@ def test_products_stay_products(name: str) -> None:
     assert "stablehlo.reduce" not in program
 
 
+GROUPS = torch.tensor([2, 2, 8], dtype=torch.int32)
+GROUPED = {
+    "rows": (lambda a, b: F.grouped_mm(a, b, offs=GROUPS), (8, 8), (3, 8, 16)),
+    "rows, some in no group": (
+        lambda a, b: F.grouped_mm(torch.cat([a, a.detach()[:4]]), b, offs=GROUPS)[:8],
+        (8, 8),
+        (3, 8, 16),
+    ),
+    "columns": (lambda a, b: F.grouped_mm(a, b.mT, offs=GROUPS), (3, 8, 12), (8, 12)),
+    "terms": (lambda a, b: F.grouped_mm(a, b, offs=GROUPS), (16, 8), (8, 12)),
+    "batches": (F.grouped_mm, (3, 8, 8), (3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_products_in_groups(name: str) -> None:
+    fun, *shapes = GROUPED[name]
+    a, b = (_randn(*shape, seed=i).float() for i, shape in enumerate(shapes))
+    _check(fun, a, b, tolerance=1e-5)
+    b[1:2] = math.nan  # no element of another group is reached
+    forward = as_torch(as_jax(fun))(a, b)
+    torch.testing.assert_close(forward, fun(a, b), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_floor_division_runs_forward_and_has_the_gradient_zero() -> None:
     """In eager torch the result requires a gradient, and asking for it is an error."""
     x = torch.tensor([-3.0, 5.0], requires_grad=True)

@@ -291,6 +291,34 @@ def floor_divide(input: Any, other: Any) -> Any:
     return torch.div(input, other, rounding_mode="floor")
 
 
+def grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As ``F.grouped_mm``: every group times all rows, of which those of other groups are zero, as shapes are fixed.
+
+    torch's own takes bfloat16 only in a trace.
+    """
+    if bias is not None:
+        raise RuntimeError("Bias not supported yet")
+    if offs is None:
+        return torch.bmm(mat_a, mat_b).to(out_dtype or mat_a.dtype)
+    if mat_a.dim() == 3:  # the groups are columns of the other
+        transposed = grouped_mm(mat_b.mT, mat_a.mT, offs=offs, out_dtype=out_dtype)
+        return transposed.mT
+    groups = torch.arange(len(offs), device=offs.device)
+    place = torch.arange(mat_a.shape[0] if mat_b.dim() == 3 else mat_a.shape[1], device=offs.device)
+    own = (torch.searchsorted(offs, place, right=True) == groups[:, None])[:, :, None]  # [groups, places, 1]
+    if mat_b.dim() == 3:
+        rows = torch.where(own, mat_a, 0) @ mat_b
+        return torch.where(own, rows, 0).sum(0).to(out_dtype or mat_a.dtype)
+    return (torch.where(own.mT, mat_a, 0) @ torch.where(own, mat_b, 0)).to(out_dtype or mat_a.dtype)
+
+
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """As ``F.hardsigmoid``, of whose backward pass torch has no derivative."""
     inside = torch.where((input > -3) & (input < 3), input, input.detach().clamp(-3, 3))
@@ -354,7 +382,9 @@ REPLACEMENTS: dict[Any, Any] = {
     F.ctc_loss: ctc_loss,
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
+    F.grouped_mm: grouped_mm,
     F.hardsigmoid: hardsigmoid,
+    torch._grouped_mm: grouped_mm,
     torch._C._nn.hardsigmoid: hardsigmoid,
     torch._C._nn.hardsigmoid_: functools.partial(hardsigmoid, inplace=True),
     F.one_hot: one_hot,
