@@ -6,9 +6,10 @@ not made inside is met here, and a recorded stand-in takes its place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class _Active(threading.local):
     def __init__(self) -> None:
         self.recordings: list[Captured] = []  # innermost last
+        self.constants: frozenset[int] = frozenset()
 
 
 _ACTIVE = _Active()
@@ -60,6 +62,16 @@ _ACTIVE = _Active()
 def recording() -> Captured | None:
     """What the innermost recording of this thread captures."""
     return _ACTIVE.recordings[-1] if _ACTIVE.recordings else None
+
+
+@contextlib.contextmanager
+def known_as_constants(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A scope in which recordings take captured tensors for ones that the function makes, with the values they have."""
+    outer, _ACTIVE.constants = _ACTIVE.constants, frozenset(map(id, tensors))
+    try:
+        yield
+    finally:
+        _ACTIVE.constants = outer
 
 
 def is_traced_tensor(tensor: torch.Tensor) -> bool:
@@ -108,7 +120,7 @@ class Captured:
         for i, known in enumerate(self.tensors):
             if tensor is known or tensor is self.stand_ins[id(known)]:
                 return i
-        if self.stand_in(tensor) is tensor:
+        if self.stand_in(tensor) is tensor or id(tensor) in _ACTIVE.constants:
             return None
         return len(self.tensors) - 1
 
@@ -155,6 +167,9 @@ class Captured:
                 return tensor
             _check_supported(tensor)
             with ti.temporarily_clear_interpreter_stack():
+                if id(tensor) in _ACTIVE.constants:
+                    self.stand_ins[id(tensor)] = made = ti.to_fun(tensor)
+                    return made
                 self.tensors.append(tensor)
                 wanted = Meta.of(tensor).differentiable and self.wants(tensor)
                 return self.add(tensor, tensor.requires_grad or wanted)

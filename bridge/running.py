@@ -213,3 +213,13 @@ def no_place_for_values(name: str, walk: Walk, once: bool) -> TraceError:
     return TraceError(
         f"{where}the function changes {name} and computes with it, {_NO_MEANING}. Pass in what changes as an argument."
     )
+
+
+def no_place_for_exchange(name: str, walk: Walk) -> TraceError:
+    """The refusal to put another tensor, list or module into a place in each slice."""
+    code = walk.user_code
+    where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+    return TraceError(
+        f"{where}the function puts something else into {name} each time that it runs (it exchanges or reorders what it "
+        f"finds there), {_NO_MEANING}. Pass in what changes as an argument, or reset it at the start of the function."
+    )

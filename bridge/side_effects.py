@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from . import torch_internals as ti
-from .bindings import UNKNOWN, Effect, Moved, Results
+from .bindings import UNKNOWN, Bound, Constant, Effect, Entry, Moved, Results
 from .captures import Walk
 from .errors import TraceError, user_line
 from .graph import Meta
 from .interception import is_traced_tensor, is_update_of, recording
 from .keys import empty_cache
-from .places import ABSENT, Place, path_name, read, write
+from .places import ABSENT, Place, path_name, read, read_entry, write
 from .torch2jax_engine import is_interpreted
 from .trees import Structure, to_jax_tree, to_torch_tree
 
@@ -184,6 +184,36 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _split(value: Any) -> tuple[list[Any], Structure]:
     return Structure.split(to_jax_tree(value), lambda leaf: isinstance(leaf, torch.Tensor))
+
+
+def constants_left(effects: Sequence[Effect], places: Sequence[Place]) -> list[torch.Tensor]:
+    """The tensors that a call has just left in places and that depend on none of its inputs."""
+    return [
+        tensor
+        for e in effects
+        if isinstance(e.after, Bound)
+        for source, tensor in zip(e.after.tensors, tensors_in(read_entry(places[e.place], e.key)), strict=True)
+        if isinstance(source, Constant)
+    ]
+
+
+def first_replaced(before: Sequence[Entry], constants: Sequence[torch.Tensor]) -> str | None:
+    """The first place with another tensor, container or object than before; of constants the values count."""
+    known = set(map(id, constants))
+
+    def same(one: torch.Tensor, two: torch.Tensor) -> bool:
+        if one is two or not {id(one), id(two)} <= known or (one.dtype, one.shape) != (two.dtype, two.shape):
+            return one is two
+        return torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+
+    for place, key, old in before:
+        new = read_entry(place, key)
+        if old is new or ((new is ABSENT or _is_plain(new)) and not tensors_in(old)):
+            continue
+        (olds, form), (news, new_form) = _split(old), _split(new)
+        if form != new_form or not all(map(same, olds, news)):
+            return place.name(key)
+    return None
 
 
 def _is_mirror(old: Any, new: Any, place: Place) -> bool:

@@ -20,11 +20,18 @@ from .context import Call, Left, current_call
 from .differentiation import Source, TorchFunction
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
-from .interception import is_traced_tensor
+from .interception import is_traced_tensor, known_as_constants
 from .names import read_count
 from .places import WrittenContainers, read_entry, write, written_count
-from .running import FlatFunction, Mode, no_place_for_state, no_place_for_updates, no_place_for_values
-from .side_effects import Generators, tensors_in
+from .running import (
+    FlatFunction,
+    Mode,
+    no_place_for_exchange,
+    no_place_for_state,
+    no_place_for_updates,
+    no_place_for_values,
+)
+from .side_effects import Generators, constants_left, first_replaced, tensors_in
 from .torch2jax_engine import InterpretedFunction
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
@@ -136,6 +143,11 @@ class _Made:
         indices = {id(t): i for i, t in enumerate(walk.tensors)}
         self.places = [indices.get(id(t)) for t in self.tracing.captured]
 
+    def leave(self, walk: Walk) -> list[bindings.Entry]:
+        """Write what a call leaves of captured tensors and constants; what stood there before."""
+        find = lambda source: self.tracing.captured[source.index - self.flat.arguments]
+        return bindings.leave(self.flat.effects, walk.places, bindings.from_basic(find))
+
     def adopt(self, walk: Walk) -> None:
         """Take the tensors of a function with the same key, or of this one when other tensors stand in their places."""
         self.flat.walk = walk
@@ -234,27 +246,32 @@ class _Traced:
         self, first: _Made, trace: Callable[[Walk], _Made], walk: Walk, fixed: Any, appended: Sequence[Any]
     ) -> None:
         """Refuse what is kept where nothing is: a second call, or slice, would start from what the first one left."""
-        flat, captured, one = first.flat, first.tracing.captured, first.tracing
-        # Tables that are made in the first call are read in the next, with the same values.
-        tables = any(isinstance(e.after, bindings.Bound) for e in flat.effects)
-        changed = [] if flat.mode.once or tables else [walk.places[e.place].name(e.key) for e in flat.effects]
+        flat, one = first.flat, first.tracing
+        changed = [] if flat.mode.once else [walk.places[e.place].name(e.key) for e in flat.effects]
         changed += [slot[1] for slot, _ in appended]
         if not isinstance(one, TorchFunction) or not (changed or any(s.is_read or not s.is_same for s in flat.scratch)):
             return  # the first call has started from such a state
         blanks: list[torch.Tensor] = []
         lengths = [(container, len(container)) for _, container in appended]
         left: list[bindings.Entry] = []
+        replaced: str | None = None
         if not flat.mode.once:
-            inputs = bindings.from_basic(lambda source: captured[source.index - flat.arguments])
-            left = bindings.leave(flat.effects, walk.places, inputs)
+            left = first.leave(walk)
             left += [(s.place, s.key, read_entry(s.place, s.key)) for s in flat.scratch]
+        tables = [] if flat.mode.once else constants_left(flat.effects, walk.places)
         try:
             for s in flat.scratch:
                 value = s.stand_in()
                 blanks += tensors_in(value)
                 write(s.place, s.key, value)
             again = Walk(self.torch_fun, fixed)
-            second = trace(again)
+            with known_as_constants(tables):
+                second = trace(again)
+            if not flat.mode.once:
+                before = second.leave(again)
+                left += before
+                tables += constants_left(second.flat.effects, again.places)
+                replaced = first_replaced(before, tables)
         finally:
             bindings.restore(left)
             for container, length in lengths:
@@ -267,8 +284,12 @@ class _Traced:
             read = flat.scratch[0]
         if read is not None:
             raise no_place_for_state(read, walk)
-        if changed and not one.first.computes_as(two.first):
+        positions = {id(t): i for i, t in enumerate(two.captured)}
+        same = [(i, positions[id(t)]) for i, t in enumerate(one.captured) if id(t) in positions]
+        if changed and not one.first.computes_as(two.first, same):
             raise no_place_for_values(changed[0], walk, flat.mode.once)
+        if replaced is not None:
+            raise no_place_for_exchange(replaced, walk)
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
