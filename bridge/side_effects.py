@@ -28,11 +28,11 @@ from . import torch_internals as ti
 from .bindings import UNKNOWN, Bound, Constant, Effect, Entry, Moved, Results
 from .captures import Walk
 from .errors import TraceError, user_line
+from .escapes import traced_tensor_in
 from .graph import Meta
-from .interception import is_traced_tensor, is_update_of, recording
+from .interception import is_update_of
 from .keys import empty_cache
 from .places import ABSENT, Place, path_name, read, read_entry, write
-from .torch2jax_engine import is_interpreted
 from .trees import Structure, to_jax_tree, to_torch_tree
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -233,23 +233,13 @@ def _scratch(place: Place, key: Any, old: Any, new: Any, results: Results) -> Sc
         return Scratch(place, key, structure, forms, results.depend_on(before, tensors), is_same, old is ABSENT)
 
 
-def _check_holds_no_trace(value: Any, name: str, depth: int = 3) -> None:
+def _check_holds_no_trace(value: Any, name: str) -> None:
     """Refuse an object with tensors of the trace in its attributes: they have no values, and it would outlive them."""
-    if (isinstance(value, torch.Tensor) and is_traced_tensor(value)) or (recording() is None and is_interpreted(value)):
+    if traced_tensor_in(value, depth=3) is not None:
         raise TraceError(
             f"{user_line()}: the traced function assigns an object that holds tensors of the trace, without values, to "
             f"{name}. Assign the tensor itself, or a tuple, list, dict or dataclass of tensors."
         )
-    if isinstance(value, (type, *_PLAIN)) or not depth:
-        return
-    inner = [value] if isinstance(value, dict) else []
-    fields = getattr(value, "__dict__", None)
-    for held in [*inner, *([fields] if isinstance(fields, dict) else [])]:
-        for x in list(held.values()):
-            _check_holds_no_trace(x, name, depth - 1)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for x in value:
-            _check_holds_no_trace(x, name, depth - 1)
 
 
 def _is_plain(value: Any) -> bool:
