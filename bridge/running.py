@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .bindings import UNKNOWN, Bound, Effect, Made, Results, unwrapped
+from .bindings import UNKNOWN, Bound, Effect, Made, Results, View, unwrapped, whole
 from .captures import Walk
 from .errors import TraceError, WrittenLeaf, is_raised_by_jax, user_line
 from .escapes import traced_tensor_in
@@ -124,8 +124,12 @@ class FlatFunction:
         for effect in self.effects:
             if isinstance(effect.after, Bound):
                 found = tensors_in(read_entry(watched.places[effect.place], effect.key))
-                pairs = zip(effect.after.tensors, found, strict=True)
-                left.update((source.index, unwrapped(tensor)) for source, tensor in pairs if isinstance(source, Made))
+                for source, tensor in zip(effect.after.tensors, map(unwrapped, found), strict=True):
+                    if isinstance(source, Made):
+                        left[source.index] = tensor
+                    elif isinstance(source, View) and isinstance(source.base, Made):
+                        with torch._C.DisableTorchFunction():
+                            left.setdefault(source.base.index, whole(tensor))
         extra = [left[i] for i in sorted(left) if i >= len(returned)]
         carried = [self.captured[i] for i in self.carried]
         return [*returned, *extra, *(t.view_as(t) for t in carried)]

@@ -141,6 +141,7 @@ class Watched:
             for key, value in before.items()
             if not isinstance(value, (torch.Tensor, *_PLAIN))
         }
+        results.expect(t for _, _, _, new in changes for t in tensors_in(new))
         growing = {number for number, _, old, new in changes if old is ABSENT and tensors_in(new)}
         for number, key, old, new in changes:
             place = self.places[number]
