@@ -73,7 +73,7 @@ class FlatFunction:
         written = None if watched is None else watched.written()
         if written is not None:
             raise TraceError(
-                f"{_where(self.walk)}a hook or a backward pass of the function writes to {written}, which it would do "
+                f"{where(self.walk)}a hook or a backward pass of the function writes to {written}, which it would do "
                 "once, while it is traced. Return what is to be kept from the function, or take the hook away."
             )
 
@@ -100,14 +100,14 @@ class FlatFunction:
         for x in shape.fixed:
             if isinstance(x, Iterator):
                 raise TraceError(
-                    f"{_where(self.walk)}the function returns a generator, whose tensors would be made after the "
+                    f"{where(self.walk)}the function returns a generator, whose tensors would be made after the "
                     "trace. Return a list."
                 )
             path = traced_tensor_in(x)
             if path is not None:
                 kind = type(x).__name__
                 raise TraceError(
-                    f"{_where(self.walk)}the function returns an object of type {kind}, which is no pytree and holds a "
+                    f"{where(self.walk)}the function returns an object of type {kind}, which is no pytree and holds a "
                     f"tensor of the trace, without values ({kind}{path}). Return the tensors in a tuple, list, dict or "
                     "dataclass, register the type (torch.utils._pytree.register_pytree_node), or leave it out (a cache "
                     "of transformers by use_cache=False)."
@@ -168,7 +168,7 @@ class FlatFunction:
         return isinstance(leaf, torch.Tensor) or (self._is_interpreted and is_interpreted(leaf))
 
 
-def _where(walk: Walk) -> str:
+def where(walk: Walk) -> str:
     """Where the user's function begins, in front of a message about the whole of it."""
     code = walk.user_code
     return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
@@ -191,7 +191,7 @@ class _NoBatchStatistics(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_NO_MEANING = (
+NO_MEANING = (
     "but the function runs per example, in microbatches or in chunks (or in a jax.jit of your own), where one update "
     "per call has no meaning"
 )
@@ -207,7 +207,7 @@ def no_place_for_updates(tensor: torch.Tensor, walk: Walk) -> TraceError:
     else:
         why, way_out = "", f"{'' if owner is None else 'Call .eval() if the module then leaves it alone, or p'}"
         way_out = f"{way_out or 'P'}ass the tensor in as an argument and return its new value."
-    return TraceError(f"{module}{path!r} is updated in place by the function, {_NO_MEANING}{why}. {way_out}")
+    return TraceError(f"{module}{path!r} is updated in place by the function, {NO_MEANING}{why}. {way_out}")
 
 
 def no_place_for_state(scratch: Scratch, walk: Walk) -> TraceError:
@@ -217,7 +217,7 @@ def no_place_for_state(scratch: Scratch, walk: Walk) -> TraceError:
     if scratch.is_added:
         what = f"adds a tensor to {scratch.place.label}"
     return TraceError(
-        f"{_where(walk)}the function {what}, {_NO_MEANING}. Pass the state in as an argument and return the new one, "
+        f"{where(walk)}the function {what}, {NO_MEANING}. Pass the state in as an argument and return the new one, "
         "or reset it at the start of the function (in training mode only: call .eval())."
     )
 
@@ -226,11 +226,11 @@ def no_place_for_values(name: str, walk: Walk, once: bool) -> TraceError:
     """The refusal to change what is no tensor and to compute with it."""
     if once:
         return TraceError(
-            f"{_where(walk)}the function appends to {name} and computes with what it holds, but a traced function runs "
+            f"{where(walk)}the function appends to {name} and computes with what it holds, but a traced function runs "
             "once. Pass in what changes as an argument, or keep a tensor."
         )
     return TraceError(
-        f"{_where(walk)}the function changes {name} and computes with it, {_NO_MEANING}. Pass in what changes as an "
+        f"{where(walk)}the function changes {name} and computes with it, {NO_MEANING}. Pass in what changes as an "
         "argument."
     )
 
@@ -238,6 +238,6 @@ def no_place_for_values(name: str, walk: Walk, once: bool) -> TraceError:
 def no_place_for_exchange(name: str, walk: Walk) -> TraceError:
     """The refusal to put another tensor, list or module into a place in each slice."""
     return TraceError(
-        f"{_where(walk)}the function puts something else into {name} each time that it runs (it exchanges or reorders "
-        f"what it finds there), {_NO_MEANING}. Pass in what changes as an argument, or reset it at the start."
+        f"{where(walk)}the function puts something else into {name} each time that it runs (it exchanges or reorders "
+        f"what it finds there), {NO_MEANING}. Pass in what changes as an argument, or reset it at the start."
     )

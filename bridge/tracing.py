@@ -18,6 +18,7 @@ from . import bindings
 from .captures import SOURCE, Walk, surroundings
 from .context import Call, Left, current_call
 from .differentiation import Source, TorchFunction
+from .dropping import warn_of_dropped
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_traced_tensor, known_as_constants
@@ -208,6 +209,7 @@ class _Traced:
             self._check_second_call(made, trace, walk, structure.fixed, written.appended())
             if generators.put_back():
                 raise frozen_number()
+            warn_of_dropped(made.flat.scratch, walk)
             written.remember()
             places = [id(place.owner) for place in walk.places]
             if written_count() != before[0]:  # the key leaves out now what the function was seen to write to

@@ -764,7 +764,7 @@ SCRATCH: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*the function keeps a tensor in _Net.(last|rows)")
 @pytest.mark.parametrize("way", [_chunked, _mapped, _in_a_jit, _per_example_gradients])
 @pytest.mark.parametrize("name", SCRATCH)
 def test_what_no_later_call_reads_is_computed_and_left_as_it_was(name: str, way: Any) -> None:

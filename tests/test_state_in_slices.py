@@ -1,4 +1,4 @@
-"""State of functions that run in slices or per example: what each slice would find changed is refused by name."""
+"""State of functions that run in slices or per example: refused by name where slices would find it changed."""
 
 from __future__ import annotations
 
@@ -184,3 +184,79 @@ def test_what_each_slice_finds_as_it_was_is_no_change(name: str) -> None:
             got = TRANSFORMS[name](net, x)
         if "grad" not in name and "clipped" not in name:
             torch.testing.assert_close(got, torch.stack([net(row) for row in x]))
+
+
+# What is kept for after the call
+
+
+def _attribute(net: Any, x: torch.Tensor) -> Any:
+    net.last = x * 2
+    return net.layer(x)
+
+
+def _entry(net: Any, x: torch.Tensor) -> Any:
+    net.cache["last"] = net.layer(x)
+    return net.layer(x)
+
+
+def _of_a_library(net: Any, x: torch.Tensor) -> Any:
+    setattr(net.layer, "last", x.detach())  # noqa: B010
+    return net.layer(x)
+
+
+def _variable(net: Any, x: torch.Tensor) -> Any:
+    global LAST
+    LAST = x * 2
+    return net.layer(x)
+
+
+def _hook(net: Any, seen: Any) -> None:
+    net.layer.register_forward_hook(lambda module, args, out: seen.__setitem__("out", out))
+
+
+def _named_hooks(net: Any, seen: Any) -> None:
+    for name, module in net.named_children():
+        module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
+
+
+LAST: Any = None
+LATER = {_attribute: "_Net.last", _entry: r"cache\['last'\]", _of_a_library: "Linear.last", _variable: "LAST"}
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_what_is_kept_for_later_is_dropped_with_a_warning(name: str) -> None:
+    x = torch.ones(4, 2)
+    for step, place in list(LATER.items())[:: 1 if name == _QUICK else 2]:
+        net = _Net(step)
+        with pytest.warns(UserWarning, match=rf"in_slices.py:\d+: the function keeps a tensor in .*{place}.*Return"):
+            TRANSFORMS[name](net, x)
+        assert (net.cache, LAST) == ({}, None)
+        assert not any(hasattr(module, "last") for module in net.modules())
+    for register, place in ((_hook, r"seen\['out'\]"), (_named_hooks, r"seen\['layer'\]")):
+        net, seen = _Net(lambda net, x: net.layer(x)), {}
+        register(net, seen)
+        with pytest.warns(UserWarning, match=rf"the function keeps a tensor in .*{place}"):
+            TRANSFORMS[name](net, x)
+        assert not seen
+
+
+def _hidden(net: Any, x: torch.Tensor) -> Any:
+    net.table = torch.zeros(2)
+    for _ in range(2):
+        net.table = net.table * 0.5 + net.layer(x)
+    net.cache["k"] = net.table * 2
+    net.named["a"] = net.cache.get("k")
+    return net.table + net.cache["k"] * net.named["a"]
+
+
+def _read_by_name(net: Any, x: torch.Tensor) -> Any:
+    net.found = x * 2
+    return net.layer(x) + getattr(net, "found")  # noqa: B009
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_what_a_function_reads_again_is_dropped_in_silence() -> None:
+    x = torch.ones(4, 2)
+    nets = [_Net(_hidden), _Net(_read_by_name), nn.utils.weight_norm(nn.Linear(2, 2))]
+    for net in nets:
+        torch.testing.assert_close(TRANSFORMS[_QUICK](net, x), torch.stack([net(row) for row in x]))
