@@ -21,18 +21,12 @@ from .differentiation import Source, TorchFunction
 from .dropping import warn_of_dropped
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
-from .interception import is_traced_tensor, known_as_constants
+from .interception import is_traced_tensor
 from .names import read_count
-from .places import WrittenContainers, read_entry, write, written_count
-from .running import (
-    FlatFunction,
-    Mode,
-    no_place_for_exchange,
-    no_place_for_state,
-    no_place_for_updates,
-    no_place_for_values,
-)
-from .side_effects import Generators, constants_left, first_replaced, tensors_in
+from .places import WrittenContainers, written_count
+from .repeating import check_second_call
+from .running import FlatFunction, Mode, no_place_for_updates
+from .side_effects import Generators
 from .torch2jax_engine import InterpretedFunction
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
@@ -206,7 +200,7 @@ class _Traced:
             wants = functools.partial(_is_wanted, outer)
             trace = lambda walk: self._trace(structure, metas, walk, mode, wants)
             made = trace(walk)
-            self._check_second_call(made, trace, walk, structure.fixed, written.appended())
+            check_second_call(made, trace, walk, lambda: Walk(self.torch_fun, structure.fixed), written.appended())
             if generators.put_back():
                 raise frozen_number()
             warn_of_dropped(made.flat.scratch, walk)
@@ -243,55 +237,6 @@ class _Traced:
         else:
             source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
         return _Made(tracing, flat, source)
-
-    def _check_second_call(
-        self, first: _Made, trace: Callable[[Walk], _Made], walk: Walk, fixed: Any, appended: Sequence[Any]
-    ) -> None:
-        """Refuse what is kept where nothing is: a second call, or slice, would start from what the first one left."""
-        flat, one = first.flat, first.tracing
-        changed = [] if flat.mode.once else [walk.places[e.place].name(e.key) for e in flat.effects]
-        changed += [slot[1] for slot, _ in appended]
-        if not isinstance(one, TorchFunction) or not (changed or any(s.is_read or not s.is_same for s in flat.scratch)):
-            return  # the first call has started from such a state
-        blanks: list[torch.Tensor] = []
-        lengths = [(container, len(container)) for _, container in appended]
-        left: list[bindings.Entry] = []
-        replaced: str | None = None
-        if not flat.mode.once:
-            left = first.leave(walk)
-            left += [(s.place, s.key, read_entry(s.place, s.key)) for s in flat.scratch]
-        tables = [] if flat.mode.once else constants_left(flat.effects, walk.places)
-        try:
-            for s in flat.scratch:
-                value = s.stand_in()
-                blanks += tensors_in(value)
-                write(s.place, s.key, value)
-            again = Walk(self.torch_fun, fixed)
-            with known_as_constants(tables):
-                second = trace(again)
-            if not flat.mode.once:
-                before = second.leave(again)
-                left += before
-                tables += constants_left(second.flat.effects, again.places)
-                replaced = first_replaced(before, tables)
-        finally:
-            bindings.restore(left)
-            for container, length in lengths:
-                del container[length:]
-        two = second.tracing
-        assert isinstance(two, TorchFunction)
-        read = next((s for s in second.flat.scratch if s.is_read or s.is_added), None)
-        met = [i for i, t in enumerate(two.captured) if any(t is blank for blank in blanks)]
-        if read is None and flat.scratch and (two.first.reads(met) or one.first.forward_ops != two.first.forward_ops):
-            read = flat.scratch[0]
-        if read is not None:
-            raise no_place_for_state(read, walk)
-        positions = {id(t): i for i, t in enumerate(two.captured)}
-        same = [(i, positions[id(t)]) for i, t in enumerate(one.captured) if id(t) in positions]
-        if changed and not one.first.computes_as(two.first, same):
-            raise no_place_for_values(changed[0], walk, flat.mode.once)
-        if replaced is not None:
-            raise no_place_for_exchange(replaced, walk)
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
