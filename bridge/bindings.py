@@ -363,6 +363,8 @@ def _shows(other: Any, tensor: Any) -> bool:
         return False
     if tensor.dtype != other.dtype and (not other.is_contiguous() or other.is_conj() or other.is_neg()):
         return False
+    if any(n > 1 and not step for n, step in zip(other.shape, other.stride(), strict=True)):
+        return False
     if _in_order(other).is_contiguous():
         return span(tensor)[1] <= other.numel() * other.element_size()
     places = _positions(other.shape, other.stride()).ravel()
