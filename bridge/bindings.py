@@ -58,7 +58,9 @@ class View:
         base = base.detach() if self.is_detached else base
         if self.is_whole:
             return base.view_as(base)
-        if base.dtype != self.dtype:
+        if base.dtype != self.dtype and base.element_size() == self.dtype.itemsize:
+            base = base.view(self.dtype)
+        elif base.dtype != self.dtype:
             flat = base.reshape(-1)
             if flat.is_complex():
                 base = torch.view_as_real(flat)
@@ -358,18 +360,24 @@ def _overlap(one: Any, two: Any) -> bool:
 
 
 def _shows(other: Any, tensor: Any) -> bool:
-    """Whether a tensor of a trace is a part of the memory of another, which has each of its elements once."""
+    """Whether a tensor of a trace is a part of the memory of another."""
     if not _share_memory(other, tensor) or other.storage_offset():
         return False
-    if tensor.dtype != other.dtype and (not other.is_contiguous() or other.is_conj() or other.is_neg()):
+    if tensor.dtype != other.dtype and (other.is_conj() or other.is_neg()):
         return False
-    if any(n > 1 and not step for n, step in zip(other.shape, other.stride(), strict=True)):
+    if tensor.dtype != other.dtype and tensor.element_size() != other.element_size() and not other.is_contiguous():
         return False
     if _in_order(other).is_contiguous():
         return span(tensor)[1] <= other.numel() * other.element_size()
-    places = _positions(other.shape, other.stride()).ravel()
-    found = np.isin(int(tensor.storage_offset()) + _positions(tensor.shape, tensor.stride()), places)
-    return np.unique(places).size == places.size and bool(found.all())
+    if not any(other.stride()):  # stands for a result of a function before, of which nothing is known
+        return False
+    places = int(tensor.storage_offset()) + _different_positions(tensor)
+    return bool(np.isin(places, _different_positions(other)).all())
+
+
+def _different_positions(tensor: Any) -> np.ndarray:
+    stride = tuple(tensor.stride())
+    return _positions([n if step else 1 for n, step in zip(tensor.shape, stride, strict=True)], stride)
 
 
 def _view(tensor: Any, other: Any, base: Given | Made) -> View:

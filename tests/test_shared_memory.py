@@ -66,6 +66,12 @@ def views_of_other_layouts(s: State, x: torch.Tensor) -> Any:
 
 
 @step
+def expanded_and_as_other_numbers(s: State, x: torch.Tensor) -> Any:
+    s.a, s.v, s.q = s.a.expand(2, *[-1] * s.a.dim()), s.t.view(torch.int32), s.part.view(torch.int32)[0]
+    return x * 1, s.a
+
+
+@step
 def views_before_their_base(s: State, x: torch.Tensor) -> Any:
     s.q = torch.tanh(x.outer(x) * s.w)
     s.list[0], s.h, s.named["v"] = s.q.t(), s.q[0], (s.q[:1], s.q[1:])
