@@ -21,6 +21,7 @@ from .errors import TraceError, user_line
 from .interception import Captured
 from .places import ABSENT, Place, read_entry, write
 from .trees import Structure, to_jax_tree, to_torch_tree
+from .values import jax_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,29 +43,59 @@ class View:
     """Another tensor over the memory of an input or a result, such as ``x.detach()`` or ``x[:, -1]``."""
 
     base: Basic
+    base_stride: tuple[int, ...]
+    dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     is_whole: bool
     is_detached: bool
+    is_conj: bool
+    is_neg: bool
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
         """The view of a tensor."""
         base = base.detach() if self.is_detached else base
         if self.is_whole:
             return base.view_as(base)
-        # The trace has every input contiguous; of another layout this is a copy.
-        flat = base.reshape(-1)
-        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+        if base.dtype != self.dtype and base.element_size() == self.dtype.itemsize:
+            base = base.view(self.dtype)
+        elif base.dtype != self.dtype:
+            flat = base.reshape(-1)
+            if flat.is_complex():
+                base = torch.view_as_real(flat)
+            else:
+                base = torch.view_as_complex(flat.view(-1, 2)) if self.dtype.is_complex else flat.view(self.dtype)
+        view = base.as_strided(self.size, self.stride, int(base.storage_offset()) + self.offset)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
 
     def of_array(self, base: Any) -> Any:
         """Its values, for an array."""
         base = jax.lax.stop_gradient(base) if self.is_detached else base
         if self.is_whole:
             return base
-        steps = (np.arange(n) * step for n, step in zip(self.size, self.stride, strict=True))
-        at = sum(np.ix_(*steps)) if self.size else 0
-        return jnp.ravel(base)[np.broadcast_to(self.offset + at, self.size)]
+        at = self.offset + _positions(self.size, self.stride)
+        places = _positions(base.shape, self.base_stride).ravel()
+        if not np.array_equal(places, np.arange(places.size)):
+            order = np.zeros(places.max() + 1, np.int64)
+            order[places] = np.arange(places.size)
+            at = order[at]
+        flat, dtype = jnp.ravel(base), jax_dtype(self.dtype)
+        if flat.dtype != dtype:
+            if jnp.iscomplexobj(flat):
+                flat = jnp.stack([flat.real, flat.imag], -1).ravel()
+            else:
+                flat = jax.lax.complex(flat[::2], flat[1::2]) if self.dtype.is_complex else flat.view(dtype)
+        view = flat[at]
+        view = jnp.conj(view) if self.is_conj else view
+        return -view if self.is_neg else view
+
+
+def _positions(size: Sequence[int], stride: Sequence[int]) -> np.ndarray:
+    """Where in memory the elements of a tensor lie."""
+    steps = (np.arange(n) * step for n, step in zip(size, stride, strict=True))
+    return np.broadcast_to(sum(np.ix_(*steps)) if size else np.zeros((), np.int64), tuple(size))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,6 +224,8 @@ class Results:
     ) -> None:
         self.tensors: list[Any] = list(returned)
         self._arguments, self._captured, self._once = list(arguments), captured, once
+        self._kept: list[Any] = []
+        self._bases: dict[int, Any] = {}  # by the memory that they show
         self._values: dict[int, tuple[Any, Bound | None]] = {}  # the value keeps its id from being given away
 
     def bind(self, value: Any, name: str) -> Bound | None:
@@ -233,10 +266,11 @@ class Results:
             return None if constant is None else Constant(constant)
         return self._made(tensor, name)
 
+    def expect(self, values: Iterable[torch.Tensor]) -> None:
+        """Take note of all tensors that are about to be bound: some may be views of others, or of one that is not."""
+        self._kept = list({id(t): t for t in map(unwrapped, values)}.values())
+
     def _made(self, tensor: Any, name: str) -> Source:
-        known = next((i for i, t in enumerate(self.tensors) if t is tensor), None)
-        if known is not None:
-            return Made(known)
         if tensor.requires_grad and tensor.is_leaf:
             raise TraceError(
                 f"{user_line()}: the traced function makes a tensor that requires grad of its own (a Parameter, "
@@ -244,12 +278,41 @@ class Results:
             )
         assert self._captured is not None
         inputs = [*self._arguments, *(self._captured.stand_ins[id(t)] for t in self._captured.tensors)]
-        for kind, others in ((Given, inputs), (Made, self.tensors)):
-            for i, other in enumerate(others):
-                if _shares_memory(tensor, other):
-                    return _view(tensor, other, kind(i))
-        self.tensors.append(tensor)
-        return Made(len(self.tensors) - 1)
+        for i, other in enumerate(inputs):
+            if _shows(other, tensor):
+                return _view(tensor, other, Given(i))
+        group = [t for t in self._kept if _overlap(t, tensor)]
+        base = self._base(tensor, group, name) if len(group) > 1 else tensor
+        known = next((i for i, t in enumerate(self.tensors) if t is base), None)
+        if known is None and base is tensor:
+            shown = next((i for i, t in enumerate(self.tensors) if _is_in_order(t) and _shows(t, tensor)), None)
+            if shown is not None:
+                return _view(tensor, self.tensors[shown], Made(shown))
+        if known is None:
+            known = len(self.tensors)
+            self.tensors.append(base)
+        return Made(known) if base is tensor else _view(tensor, base, Made(known))
+
+    def _base(self, tensor: Any, group: Sequence[Any], name: str) -> Any:
+        """A result that shows the memory of all tensors of a group."""
+        for other in (*self.tensors, *self._kept):
+            if _is_in_order(other) and all(_shows(other, t) for t in group):
+                return other
+        base = whole(tensor)
+        if base is None or not all(_shows(base, t) for t in group):
+            raise TraceError(
+                f"{user_line()}: the traced function assigns to {name} a tensor that shares its memory with another "
+                "one that it keeps, in a way that no call could repeat. Keep a copy: .clone()."
+            )
+        return self._bases.setdefault(ti.storage_key(base), base)
+
+
+def whole(tensor: Any) -> Any:
+    """All of the memory of which a tensor of a trace shows a part, in order; None if autograd does not know it."""
+    base = tensor if tensor._base is None else tensor._base
+    if not base.is_contiguous() and _in_order(base).is_contiguous():
+        base = _in_order(base).view(-1)
+    return base if _is_in_order(base) else None
 
 
 def is_row(tensor: Any) -> bool:
@@ -268,19 +331,59 @@ def unwrapped(tensor: Any) -> Any:
     return tensor
 
 
-def _shares_memory(tensor: Any, other: Any) -> bool:
-    """Whether a tensor of a trace is a part of the memory of another, which the other has whole and in order."""
-    if not isinstance(other, ti.FunctionalTensor) or not other.is_contiguous() or other.storage_offset():
+def _in_order(tensor: Any) -> Any:
+    """A tensor with its axes in the order of its memory."""
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis)))
+
+
+def _is_in_order(tensor: Any) -> bool:
+    """Whether a tensor of a trace has its elements in order from the start of its memory."""
+    return isinstance(tensor, ti.FunctionalTensor) and tensor.is_contiguous() and not tensor.storage_offset()
+
+
+def _share_memory(one: Any, two: Any) -> bool:
+    if not (isinstance(one, ti.FunctionalTensor) and isinstance(two, ti.FunctionalTensor)):
         return False
-    if tensor.dtype != other.dtype or tensor.is_conj() != other.is_conj() or tensor.is_neg() != other.is_neg():
-        return False
-    if 0 in tensor.shape or ti.storage_key(tensor) != ti.storage_key(other):
-        return False
+    return bool(one.numel() and two.numel()) and ti.storage_key(one) == ti.storage_key(two)
+
+
+def span(tensor: Any) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end in its memory, in bytes."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) + last < other.numel()
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return start * size, (start + last + 1) * size
+
+
+def _overlap(one: Any, two: Any) -> bool:
+    (start, end), (first, last) = span(one), span(two)
+    return one is two or (_share_memory(one, two) and start < last and first < end)
+
+
+def _shows(other: Any, tensor: Any) -> bool:
+    """Whether a tensor of a trace is a part of the memory of another."""
+    if not _share_memory(other, tensor) or other.storage_offset():
+        return False
+    if tensor.dtype != other.dtype and (other.is_conj() or other.is_neg()):
+        return False
+    if tensor.dtype != other.dtype and tensor.element_size() != other.element_size() and not other.is_contiguous():
+        return False
+    if _in_order(other).is_contiguous():
+        return span(tensor)[1] <= other.numel() * other.element_size()
+    if not any(other.stride()):  # stands for a result of a function before, of which nothing is known
+        return False
+    places = int(tensor.storage_offset()) + _different_positions(tensor)
+    return bool(np.isin(places, _different_positions(other)).all())
+
+
+def _different_positions(tensor: Any) -> np.ndarray:
+    stride = tuple(tensor.stride())
+    return _positions([n if step else 1 for n, step in zip(tensor.shape, stride, strict=True)], stride)
 
 
 def _view(tensor: Any, other: Any, base: Given | Made) -> View:
     size, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-    is_whole = size == tuple(other.shape) and tensor.is_contiguous() and not offset
-    return View(base, size, stride, offset, is_whole, not tensor.requires_grad)
+    is_conj, is_neg = tensor.is_conj() != other.is_conj(), tensor.is_neg() != other.is_neg()
+    is_same = (tensor.dtype, size) == (other.dtype, tuple(other.shape)) and not (is_conj or is_neg)
+    is_whole = is_same and stride == tuple(other.stride()) and not offset
+    own = tuple(other.stride())
+    return View(base, own, tensor.dtype, size, stride, offset, is_whole, not tensor.requires_grad, is_conj, is_neg)

@@ -16,7 +16,7 @@ import torch
 
 from . import torch_internals as ti
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .bindings import Basic, Bound, Effect, Given, entries, from_basic, is_row, leave
+from .bindings import Basic, Bound, Effect, Given, entries, from_basic, is_row, leave, span
 from .captures import Walk, is_traced, surroundings
 from .compilation import Outline, Root, outline
 from .devices import forked_child, start_jax
@@ -251,7 +251,7 @@ def _check_apart(root: Root) -> None:
     written = {*root.outline.mutated, *(i for i, _ in root.outline.carried)}
     with torch._C.DisableTorchFunction():
         spans = {
-            i: (t.untyped_storage().data_ptr(), *_span(t))
+            i: (t.untyped_storage().data_ptr(), *span(t))
             for i, t in ((i, root.inputs[i]) for i in root.outline.met)
             if t.numel() and not is_traced_tensor(t)
         }
@@ -264,13 +264,6 @@ def _check_apart(root: Root) -> None:
                     "shows too, and would not see there what was written. Make one of the other inside of the "
                     "function, or write to a copy."
                 )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the elements of a tensor begin and end in its memory, in bytes."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start, size = int(tensor.storage_offset()), tensor.element_size()
-    return start * size, int(start + last + 1) * size
 
 
 def _input_name(root: Root, i: int) -> str:

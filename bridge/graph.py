@@ -152,11 +152,12 @@ class Graph:
         """The ops of the forward half."""
         return [self.nodes[i].op for i in self.forward_nodes]  # type: ignore[union-attr]
 
-    def computes_as(self, other: Graph) -> bool:
-        """Whether the forward halves are the same ops on the same values."""
+    def computes_as(self, other: Graph, captured: Iterable[tuple[int, int]]) -> bool:
+        """Whether the forward halves are the same ops on the same values; ``captured`` pairs the captured tensors."""
         if len(self.forward_nodes) != len(other.forward_nodes) or len(self.outputs) != len(other.outputs):
             return False
-        numbers = dict(zip([*self.inputs, *self.captured], [*other.inputs, *other.captured], strict=False))
+        numbers = dict(zip(self.inputs, other.inputs, strict=True))
+        numbers.update((self.captured[i], other.captured[j]) for i, j in captured)
         numbers.update(zip(self.forward_nodes, other.forward_nodes, strict=True))
 
         def same(mine: Any, theirs: Any) -> bool:

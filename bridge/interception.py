@@ -6,9 +6,10 @@ not made inside is met here, and a recorded stand-in takes its place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,12 +47,18 @@ _STRIDED = (
     torch.Tensor.storage_offset,
 )
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_WRITE_GRAD = (torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)  # type: ignore[union-attr]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SWITCHING = (
+    *(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__),  # type: ignore[attr-defined]
+    *(torch.Tensor.detach_, torch.detach_),
+)
 
 
 class _Active(threading.local):
     def __init__(self) -> None:
         self.recordings: list[Captured] = []  # innermost last
+        self.constants: frozenset[int] = frozenset()
 
 
 _ACTIVE = _Active()
@@ -60,6 +67,16 @@ _ACTIVE = _Active()
 def recording() -> Captured | None:
     """What the innermost recording of this thread captures."""
     return _ACTIVE.recordings[-1] if _ACTIVE.recordings else None
+
+
+@contextlib.contextmanager
+def known_as_constants(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A scope in which recordings take captured tensors for ones that the function makes, with the values they have."""
+    outer, _ACTIVE.constants = _ACTIVE.constants, frozenset(map(id, tensors))
+    try:
+        yield
+    finally:
+        _ACTIVE.constants = outer
 
 
 def is_traced_tensor(tensor: torch.Tensor) -> bool:
@@ -82,6 +99,8 @@ class Captured:
         """With ``copies``, a stand-in of a tensor that has a history may be written to in place, as the tensor may."""
         self.recorder, self.wants, self.copies = recorder, wants, copies
         self.strided: str | None = None  # the line that asks for elements by their place in memory
+        self.switched: dict[int, str] = {}  # by id, the lines that say whether a tensor requires grad
+        self.arguments: list[torch.Tensor] = []
         self.tensors = list(known)
         self.rows: list[Row] = []
         self.inputs: list[torch.Tensor] = []
@@ -108,7 +127,7 @@ class Captured:
         for i, known in enumerate(self.tensors):
             if tensor is known or tensor is self.stand_ins[id(known)]:
                 return i
-        if self.stand_in(tensor) is tensor:
+        if self.stand_in(tensor) is tensor or id(tensor) in _ACTIVE.constants:
             return None
         return len(self.tensors) - 1
 
@@ -131,6 +150,18 @@ class Captured:
         tensors = [leaf for leaf in ti.torch_pytree.tree_leaves(used) if isinstance(leaf, torch.Tensor)]
         for row in self.rows:
             row.check_use(tensors)
+
+    def check_switches(self) -> None:
+        """Refuse to leave a captured tensor as one that requires grad if it did not, or the other way round."""
+        with torch._C.DisableTorchFunction():
+            for tensor in self.tensors:
+                stand_in = self.stand_ins[id(tensor)]
+                line = self.switched.get(id(stand_in))
+                if line is not None and stand_in.grad_fn is None and stand_in.requires_grad != tensor.requires_grad:
+                    raise TraceError(
+                        f"{line}: the function changes whether a tensor that it captures requires grad, which no later "
+                        "call would find so. Change it before the call, or put it back in the function."
+                    )
 
     def add(self, tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
         inner = self.recorder.input(Meta.of_input(tensor))
@@ -155,6 +186,9 @@ class Captured:
                 return tensor
             _check_supported(tensor)
             with ti.temporarily_clear_interpreter_stack():
+                if id(tensor) in _ACTIVE.constants:
+                    self.stand_ins[id(tensor)] = made = ti.to_fun(tensor)
+                    return made
                 self.tensors.append(tensor)
                 wanted = Meta.of(tensor).differentiable and self.wants(tensor)
                 return self.add(tensor, tensor.requires_grad or wanted)
@@ -234,7 +268,9 @@ class Interception(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func == _GET_GRAD:
-            self._refuse_grad(args[0])
+            self._refuse_grad(args[0], "reads")
+        if func in _WRITE_GRAD:
+            self._refuse_grad(args[0], "writes")
         given = args
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
         if self.captured.rows:
@@ -255,6 +291,8 @@ class Interception(TorchFunctionMode):
                 return set_row(args[0], index, args[2])
         if func in _STRIDED:
             self.captured.strided = user_line()
+        if func in _SWITCHING:
+            self.captured.switched[id(args[0])] = user_line()
         if func == _SET_DATA:  # every look at a descriptor makes a new object: equal, not the same
             return self._set_data(*args)
         if func is torch.autograd.grad:
@@ -272,14 +310,21 @@ class Interception(TorchFunctionMode):
         # What works in place hands back the very tensor, as the caller knows it.
         return given[0] if args and result is args[0] and isinstance(given[0], torch.Tensor) else result
 
-    def _refuse_grad(self, tensor: torch.Tensor) -> None:
+    def _refuse_grad(self, tensor: torch.Tensor, how: str) -> None:
+        is_argument = any(tensor is argument for argument in self.captured.arguments)
         with torch._C.DisableTorchFunction():
-            if is_traced_tensor(tensor) or id(tensor) in self.recorder.where:
-                return
-        raise TraceError(
-            f"{user_line()}: the function reads .grad of a tensor that it captures, which is another one at each call. "
-            "Pass the gradient in as an argument."
-        )
+            is_own = is_traced_tensor(tensor) or id(tensor) in self.recorder.where
+        if how == "reads" and not is_own:
+            raise TraceError(
+                f"{user_line()}: the function reads .grad of a tensor that it captures, which is another one at each "
+                "call. Pass the gradient in as an argument."
+            )
+        if how == "writes" and (is_argument or not is_own):
+            whose = "an argument" if is_argument else "a tensor that it captures"
+            raise TraceError(
+                f"{user_line()}: the function writes to .grad of {whose}, which a call does not repeat. Return the "
+                "gradient, and assign it outside."
+            )
 
     def _note_cuts(self, result: Any) -> None:
         """Remember what a user's backward pass computed without autograd, which is asked for its derivative."""

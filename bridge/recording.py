@@ -173,6 +173,7 @@ def _record_once(
         arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
         for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
             captured.add(tensor, differentiable or tensor.requires_grad)
+        captured.arguments = arguments
         interception = Interception(captured)
         with interception, captured, ti.entering_functorch(captured.stand_in):
             outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
@@ -180,6 +181,7 @@ def _record_once(
                 for row in captured.rows:
                     row.check_use(outputs)
                     row.check_writes()
+            captured.check_switches()
             if recorder.refusal is not None:  # the function caught it, and went another way than it would in torch
                 raise recorder.refusal
             wanted = [a for a, n in zip(arguments, need, strict=False) if n]

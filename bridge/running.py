@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .bindings import UNKNOWN, Bound, Effect, Made, Results, unwrapped
+from .bindings import UNKNOWN, Bound, Effect, Made, Results, View, unwrapped, whole
 from .captures import Walk
 from .errors import TraceError, WrittenLeaf, is_raised_by_jax, user_line
+from .escapes import traced_tensor_in
 from .interception import recording
 from .places import read_entry, write
 from .side_effects import ArgumentContainers, Scratch, Watched, tensors_in
@@ -71,11 +72,9 @@ class FlatFunction:
         watched, self._before_backward = self._before_backward, None
         written = None if watched is None else watched.written()
         if written is not None:
-            code = self.walk.user_code
-            where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
             raise TraceError(
-                f"{where}a hook or a backward pass of the function writes to {written}, which it would do once, while "
-                "it is traced. Return what is to be kept from the function, or take the hook away."
+                f"{where(self.walk)}a hook or a backward pass of the function writes to {written}, which it would do "
+                "once, while it is traced. Return what is to be kept from the function, or take the hook away."
             )
 
     def _run_first(self, tensors: Any, watched: Watched) -> list[Any]:
@@ -84,11 +83,7 @@ class FlatFunction:
         current = None if self._is_interpreted else recording()
         results = Results(tensors, returned, current, self.mode.once)
         self.effects, self.scratch = watched.settle(results, first=self.shape is None)
-        if any(isinstance(x, Iterator) for x in shape.fixed):
-            raise TraceError(
-                f"{user_line()}: the function returns a generator, whose tensors would be made after the trace. "
-                "Return a list."
-            )
+        self._check_returned(shape)
         self.shape = shape
         if current is None:
             return results.tensors
@@ -99,6 +94,24 @@ class FlatFunction:
         with torch._C.DisableTorchFunction():
             self.carried = [i for i, t in enumerate(stand_ins) if t._version and t.grad_fn is not None]
         return [*results.tensors, *(stand_ins[i] for i in self.carried)]
+
+    def _check_returned(self, shape: Structure) -> None:
+        """Refuse what no call could make again: an object with tensors that each call has anew."""
+        for x in shape.fixed:
+            if isinstance(x, Iterator):
+                raise TraceError(
+                    f"{where(self.walk)}the function returns a generator, whose tensors would be made after the "
+                    "trace. Return a list."
+                )
+            path = traced_tensor_in(x)
+            if path is not None:
+                kind = type(x).__name__
+                raise TraceError(
+                    f"{where(self.walk)}the function returns an object of type {kind}, which is no pytree and holds a "
+                    f"tensor of the trace, without values ({kind}{path}). Return the tensors in a tuple, list, dict or "
+                    "dataclass, register the type (torch.utils._pytree.register_pytree_node), or leave it out (a cache "
+                    "of transformers by use_cache=False)."
+                )
 
     def _run_again(self, tensors: Any, watched: Watched) -> list[Any]:
         """For a derivative: the same results, from the same start."""
@@ -111,8 +124,12 @@ class FlatFunction:
         for effect in self.effects:
             if isinstance(effect.after, Bound):
                 found = tensors_in(read_entry(watched.places[effect.place], effect.key))
-                pairs = zip(effect.after.tensors, found, strict=True)
-                left.update((source.index, unwrapped(tensor)) for source, tensor in pairs if isinstance(source, Made))
+                for source, tensor in zip(effect.after.tensors, map(unwrapped, found), strict=True):
+                    if isinstance(source, Made):
+                        left[source.index] = tensor
+                    elif isinstance(source, View) and isinstance(source.base, Made):
+                        with torch._C.DisableTorchFunction():
+                            left.setdefault(source.base.index, whole(tensor))
         extra = [left[i] for i in sorted(left) if i >= len(returned)]
         carried = [self.captured[i] for i in self.carried]
         return [*returned, *extra, *(t.view_as(t) for t in carried)]
@@ -151,6 +168,12 @@ class FlatFunction:
         return isinstance(leaf, torch.Tensor) or (self._is_interpreted and is_interpreted(leaf))
 
 
+def where(walk: Walk) -> str:
+    """Where the user's function begins, in front of a message about the whole of it."""
+    code = walk.user_code
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+
+
 class _NoBatchStatistics(TorchFunctionMode):
     """Refuses to update running statistics where the function sees one example or one chunk at a time."""
 
@@ -168,7 +191,7 @@ class _NoBatchStatistics(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_NO_MEANING = (
+NO_MEANING = (
     "but the function runs per example, in microbatches or in chunks (or in a jax.jit of your own), where one update "
     "per call has no meaning"
 )
@@ -184,32 +207,37 @@ def no_place_for_updates(tensor: torch.Tensor, walk: Walk) -> TraceError:
     else:
         why, way_out = "", f"{'' if owner is None else 'Call .eval() if the module then leaves it alone, or p'}"
         way_out = f"{way_out or 'P'}ass the tensor in as an argument and return its new value."
-    return TraceError(f"{module}{path!r} is updated in place by the function, {_NO_MEANING}{why}. {way_out}")
+    return TraceError(f"{module}{path!r} is updated in place by the function, {NO_MEANING}{why}. {way_out}")
 
 
 def no_place_for_state(scratch: Scratch, walk: Walk) -> TraceError:
     """The refusal to bind a tensor in a place whose old one the function reads."""
-    code = walk.user_code
-    where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
     name = scratch.place.name(scratch.key)
     what = f"assigns a new tensor to {name} and reads the one that an earlier call has left there"
     if scratch.is_added:
         what = f"adds a tensor to {scratch.place.label}"
     return TraceError(
-        f"{where}the function {what}, {_NO_MEANING}. Pass the state in as an argument and return the new one, or reset "
-        "it at the start of the function (in training mode only: call .eval())."
+        f"{where(walk)}the function {what}, {NO_MEANING}. Pass the state in as an argument and return the new one, "
+        "or reset it at the start of the function (in training mode only: call .eval())."
     )
 
 
 def no_place_for_values(name: str, walk: Walk, once: bool) -> TraceError:
     """The refusal to change what is no tensor and to compute with it."""
-    code = walk.user_code
-    where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
     if once:
         return TraceError(
-            f"{where}the function appends to {name} and computes with what it holds, but a traced function runs once. "
-            "Pass in what changes as an argument, or keep a tensor."
+            f"{where(walk)}the function appends to {name} and computes with what it holds, but a traced function runs "
+            "once. Pass in what changes as an argument, or keep a tensor."
         )
     return TraceError(
-        f"{where}the function changes {name} and computes with it, {_NO_MEANING}. Pass in what changes as an argument."
+        f"{where(walk)}the function changes {name} and computes with it, {NO_MEANING}. Pass in what changes as an "
+        "argument."
+    )
+
+
+def no_place_for_exchange(name: str, walk: Walk) -> TraceError:
+    """The refusal to put another tensor, list or module into a place in each slice."""
+    return TraceError(
+        f"{where(walk)}the function puts something else into {name} each time that it runs (it exchanges or reorders "
+        f"what it finds there), {NO_MEANING}. Pass in what changes as an argument, or reset it at the start."
     )

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 
 from . import torch_internals as ti
-from .bindings import UNKNOWN, Effect, Moved, Results
+from .bindings import UNKNOWN, Bound, Constant, Effect, Entry, Moved, Results
 from .captures import Walk
 from .errors import TraceError, user_line
+from .escapes import traced_tensor_in
 from .graph import Meta
-from .interception import is_traced_tensor, is_update_of, recording
+from .interception import is_update_of
 from .keys import empty_cache
-from .places import ABSENT, Place, path_name, read, write
-from .torch2jax_engine import is_interpreted
+from .places import ABSENT, Place, path_name, read, read_entry, write
 from .trees import Structure, to_jax_tree, to_torch_tree
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -141,6 +141,7 @@ class Watched:
             for key, value in before.items()
             if not isinstance(value, (torch.Tensor, *_PLAIN))
         }
+        results.expect(t for _, _, _, new in changes for t in tensors_in(new))
         growing = {number for number, _, old, new in changes if old is ABSENT and tensors_in(new)}
         for number, key, old, new in changes:
             place = self.places[number]
@@ -186,6 +187,36 @@ def _split(value: Any) -> tuple[list[Any], Structure]:
     return Structure.split(to_jax_tree(value), lambda leaf: isinstance(leaf, torch.Tensor))
 
 
+def constants_left(effects: Sequence[Effect], places: Sequence[Place]) -> list[torch.Tensor]:
+    """The tensors that a call has just left in places and that depend on none of its inputs."""
+    return [
+        tensor
+        for e in effects
+        if isinstance(e.after, Bound)
+        for source, tensor in zip(e.after.tensors, tensors_in(read_entry(places[e.place], e.key)), strict=True)
+        if isinstance(source, Constant)
+    ]
+
+
+def first_replaced(before: Sequence[Entry], constants: Sequence[torch.Tensor]) -> str | None:
+    """The first place with another tensor, container or object than before; of constants the values count."""
+    known = set(map(id, constants))
+
+    def same(one: torch.Tensor, two: torch.Tensor) -> bool:
+        if one is two or not {id(one), id(two)} <= known or (one.dtype, one.shape) != (two.dtype, two.shape):
+            return one is two
+        return torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+
+    for place, key, old in before:
+        new = read_entry(place, key)
+        if old is new or ((new is ABSENT or _is_plain(new)) and not tensors_in(old)):
+            continue
+        (olds, form), (news, new_form) = _split(old), _split(new)
+        if form != new_form or not all(map(same, olds, news)):
+            return place.name(key)
+    return None
+
+
 def _is_mirror(old: Any, new: Any, place: Place) -> bool:
     """Whether a change is none: the result of an operator in place, or the list of its parameters that an RNN keeps."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
@@ -203,23 +234,13 @@ def _scratch(place: Place, key: Any, old: Any, new: Any, results: Results) -> Sc
         return Scratch(place, key, structure, forms, results.depend_on(before, tensors), is_same, old is ABSENT)
 
 
-def _check_holds_no_trace(value: Any, name: str, depth: int = 3) -> None:
+def _check_holds_no_trace(value: Any, name: str) -> None:
     """Refuse an object with tensors of the trace in its attributes: they have no values, and it would outlive them."""
-    if (isinstance(value, torch.Tensor) and is_traced_tensor(value)) or (recording() is None and is_interpreted(value)):
+    if traced_tensor_in(value, depth=3) is not None:
         raise TraceError(
             f"{user_line()}: the traced function assigns an object that holds tensors of the trace, without values, to "
             f"{name}. Assign the tensor itself, or a tuple, list, dict or dataclass of tensors."
         )
-    if isinstance(value, (type, *_PLAIN)) or not depth:
-        return
-    inner = [value] if isinstance(value, dict) else []
-    fields = getattr(value, "__dict__", None)
-    for held in [*inner, *([fields] if isinstance(fields, dict) else [])]:
-        for x in list(held.values()):
-            _check_holds_no_trace(x, name, depth - 1)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for x in value:
-            _check_holds_no_trace(x, name, depth - 1)
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,13 +18,15 @@ from . import bindings
 from .captures import SOURCE, Walk, surroundings
 from .context import Call, Left, current_call
 from .differentiation import Source, TorchFunction
+from .dropping import warn_of_dropped
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_traced_tensor
 from .names import read_count
-from .places import WrittenContainers, read_entry, write, written_count
-from .running import FlatFunction, Mode, no_place_for_state, no_place_for_updates, no_place_for_values
-from .side_effects import Generators, tensors_in
+from .places import WrittenContainers, written_count
+from .repeating import check_second_call
+from .running import FlatFunction, Mode, no_place_for_updates
+from .side_effects import Generators
 from .torch2jax_engine import InterpretedFunction
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
@@ -136,6 +138,11 @@ class _Made:
         indices = {id(t): i for i, t in enumerate(walk.tensors)}
         self.places = [indices.get(id(t)) for t in self.tracing.captured]
 
+    def leave(self, walk: Walk) -> list[bindings.Entry]:
+        """Write what a call leaves of captured tensors and constants; what stood there before."""
+        find = lambda source: self.tracing.captured[source.index - self.flat.arguments]
+        return bindings.leave(self.flat.effects, walk.places, bindings.from_basic(find))
+
     def adopt(self, walk: Walk) -> None:
         """Take the tensors of a function with the same key, or of this one when other tensors stand in their places."""
         self.flat.walk = walk
@@ -193,9 +200,10 @@ class _Traced:
             wants = functools.partial(_is_wanted, outer)
             trace = lambda walk: self._trace(structure, metas, walk, mode, wants)
             made = trace(walk)
-            self._check_second_call(made, trace, walk, structure.fixed, written.appended())
+            check_second_call(made, trace, walk, lambda: Walk(self.torch_fun, structure.fixed), written.appended())
             if generators.put_back():
                 raise frozen_number()
+            warn_of_dropped(made.flat.scratch, walk)
             written.remember()
             places = [id(place.owner) for place in walk.places]
             if written_count() != before[0]:  # the key leaves out now what the function was seen to write to
@@ -229,46 +237,6 @@ class _Traced:
         else:
             source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
         return _Made(tracing, flat, source)
-
-    def _check_second_call(
-        self, first: _Made, trace: Callable[[Walk], _Made], walk: Walk, fixed: Any, appended: Sequence[Any]
-    ) -> None:
-        """Refuse what is kept where nothing is: a second call, or slice, would start from what the first one left."""
-        flat, captured, one = first.flat, first.tracing.captured, first.tracing
-        # Tables that are made in the first call are read in the next, with the same values.
-        tables = any(isinstance(e.after, bindings.Bound) for e in flat.effects)
-        changed = [] if flat.mode.once or tables else [walk.places[e.place].name(e.key) for e in flat.effects]
-        changed += [slot[1] for slot, _ in appended]
-        if not isinstance(one, TorchFunction) or not (changed or any(s.is_read or not s.is_same for s in flat.scratch)):
-            return  # the first call has started from such a state
-        blanks: list[torch.Tensor] = []
-        lengths = [(container, len(container)) for _, container in appended]
-        left: list[bindings.Entry] = []
-        if not flat.mode.once:
-            inputs = bindings.from_basic(lambda source: captured[source.index - flat.arguments])
-            left = bindings.leave(flat.effects, walk.places, inputs)
-            left += [(s.place, s.key, read_entry(s.place, s.key)) for s in flat.scratch]
-        try:
-            for s in flat.scratch:
-                value = s.stand_in()
-                blanks += tensors_in(value)
-                write(s.place, s.key, value)
-            again = Walk(self.torch_fun, fixed)
-            second = trace(again)
-        finally:
-            bindings.restore(left)
-            for container, length in lengths:
-                del container[length:]
-        two = second.tracing
-        assert isinstance(two, TorchFunction)
-        read = next((s for s in second.flat.scratch if s.is_read or s.is_added), None)
-        met = [i for i, t in enumerate(two.captured) if any(t is blank for blank in blanks)]
-        if read is None and flat.scratch and (two.first.reads(met) or one.first.forward_ops != two.first.forward_ops):
-            read = flat.scratch[0]
-        if read is not None:
-            raise no_place_for_state(read, walk)
-        if changed and not one.first.computes_as(two.first):
-            raise no_place_for_values(changed[0], walk, flat.mode.once)
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))

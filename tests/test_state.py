@@ -764,7 +764,7 @@ SCRATCH: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*the function keeps a tensor in _Net.(last|rows)")
 @pytest.mark.parametrize("way", [_chunked, _mapped, _in_a_jit, _per_example_gradients])
 @pytest.mark.parametrize("name", SCRATCH)
 def test_what_no_later_call_reads_is_computed_and_left_as_it_was(name: str, way: Any) -> None:
@@ -1026,6 +1026,78 @@ def test_gradients_that_are_read_and_weights_that_are_renormed_in_place() -> Non
     torch.testing.assert_close(got, want(x))
     assert layer.weight is weight
     torch.testing.assert_close(layer.weight, want.weight)
+
+
+def _switches(layer: Any, free: torch.Tensor, kept: torch.Tensor) -> list[Any]:
+    def attribute(x: torch.Tensor) -> Any:
+        free.requires_grad = True
+        return free * x
+
+    return [
+        attribute,
+        lambda x: free.requires_grad_() * x,
+        lambda x: layer.requires_grad_(False)(x),
+        lambda x: (layer.bias.detach_(), layer(x))[1],
+        lambda x: (kept.detach_(), kept * x)[1],
+    ]
+
+
+@pytest.mark.parametrize("wrap", [_through, lambda fun: mt.chunked_vmap(fun, 2)], ids=["whole", "slices"])
+def test_whether_captured_tensors_require_grad_stays_as_it_was(wrap: Any) -> None:
+    layer, free, x = nn.Linear(2, 2), torch.ones(2), torch.ones(2, 2)
+    kept = torch.ones(2, requires_grad=True) * 2
+    for fun in _switches(layer, free, kept):
+        with pytest.raises(
+            TypeError, match=r"test_state.py:\d+: the function changes whether a tensor that it captures"
+        ):
+            wrap(fun)(x)
+    assert (free.requires_grad, kept.requires_grad, layer.bias.requires_grad) == (False, True, True)
+
+    def frozen_for_a_while(x: torch.Tensor) -> torch.Tensor:
+        layer.requires_grad_(False)
+        out = layer(x)
+        layer.requires_grad_(True)
+        own = (x * 2).detach().requires_grad_()
+        return out + 2 * layer(x) + torch.autograd.grad(own.square().sum(), own)[0]
+
+    grads = []
+    for call in (wrap(frozen_for_a_while), frozen_for_a_while):
+        call(x).sum().backward()
+        grads.append(layer.weight.grad)
+        layer.zero_grad()
+    torch.testing.assert_close(*grads)
+
+
+def test_writes_to_gradients_are_refused() -> None:
+    layer = nn.Linear(2, 2)
+
+    def assigned(x: torch.Tensor) -> Any:
+        layer.weight.grad = x.new_ones(2, 2)
+        return layer(x)
+
+    def cleared(x: torch.Tensor) -> Any:
+        layer.weight.grad = None
+        return layer(x)
+
+    def deleted(x: torch.Tensor) -> Any:
+        del layer.weight.grad
+        return layer(x)
+
+    def of_an_argument(x: torch.Tensor) -> Any:
+        x.grad = x * 2
+        return layer(x)
+
+    def added(x: torch.Tensor) -> Any:
+        layer.weight.grad += 1
+        return layer(x)
+
+    x = torch.ones(2, 2)
+    for step in (assigned, cleared, deleted, of_an_argument, added, lambda x: (layer.zero_grad(), layer(x))[1]):
+        for fun in (_through(step), mt.chunked_vmap(step, 2)):
+            with pytest.raises(TypeError, match=r"test_state.py:\d+: the function (writes to|reads) \.grad of a"):
+                fun(x)
+    assert layer.weight.grad is None
+    assert x.grad is None
 
 
 class _Plain(nn.Module):

@@ -1,0 +1,67 @@
+"""Objects that would carry tensors of a trace, which have no values, out of it."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .interception import is_traced_tensor, recording
+from .names import slots_of
+from .torch2jax_engine import is_interpreted
+
+_ENDS = (type, types.ModuleType, types.CodeType, bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_MANY = 10_000  # objects to look at
+
+
+def traced_tensor_in(value: Any, depth: int | None = None) -> str | None:
+    """Where an object holds a tensor of a trace, as ``.layers[0].keys``; None if it holds none."""
+    queue, seen = collections.deque([(value, "", 0)]), {id(value)}
+    keep = [value]  # an id is given away again
+    while queue and len(seen) < _MANY:
+        x, path, level = queue.popleft()
+        if isinstance(x, torch.Tensor):
+            if is_traced_tensor(x):
+                return path
+        elif recording() is None and is_interpreted(x):
+            return path
+        if isinstance(x, (torch.Tensor, *_ENDS)) or level == depth:
+            continue
+        for name, inner in _held_by(x):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                keep.append(inner)
+                queue.append((inner, path + name, level + 1))
+    return None
+
+
+def _held_by(x: Any) -> Iterable[tuple[str, Any]]:
+    """What an object holds, each with how it is reached."""
+    if isinstance(x, types.FunctionType):
+        yield from ((f".{k}", cell) for k, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True))
+        yield from (("", part) for part in (x.__defaults__, x.__kwdefaults__, x.__dict__))
+        return
+    if isinstance(x, (types.MethodType, types.BuiltinFunctionType)):
+        yield from ((".__self__", x.__self__), ("", getattr(x, "__func__", None)))
+        return
+    if isinstance(x, functools.partial):
+        yield from ((".args", x.args), (".keywords", x.keywords), (".func", x.func))
+    elif isinstance(x, BaseException):
+        yield ".args", x.args
+    elif isinstance(x, dict):
+        yield from ((f"[{k!r}]", v) for k, v in list(x.items()))
+    elif isinstance(x, (list, tuple, collections.deque)):
+        yield from ((f"[{i}]", v) for i, v in enumerate(list(x)))
+    fields = getattr(x, "__dict__", None)
+    if isinstance(fields, dict):
+        yield from ((f".{k}", v) for k, v in list(fields.items()))
+    kind: Any = type(x)
+    slots = slots_of(kind)
+    yield from ((f".{name}", getattr(x, name)) for name in slots if hasattr(x, name))
+    if fields is None and not slots:  # a cell, a set, the values of a dict
+        yield from (("", inner) for inner in gc.get_referents(x))
