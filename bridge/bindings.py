@@ -246,7 +246,7 @@ class Results:
         inputs = [*self._arguments, *(self._captured.stand_ins[id(t)] for t in self._captured.tensors)]
         for kind, others in ((Given, inputs), (Made, self.tensors)):
             for i, other in enumerate(others):
-                if _shares_memory(tensor, other):
+                if _shares_memory(tensor, other) and (other.requires_grad or not tensor.requires_grad):
                     return _view(tensor, other, kind(i))
         self.tensors.append(tensor)
         return Made(len(self.tensors) - 1)

@@ -93,8 +93,16 @@ def made_from(fun: Any) -> Any:
 def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         root, tensors = _prepare(jax_fun, recompute, args, kwargs)
+        assert root.outline is not None
+        if root.outline.regains and not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return _run(*_prepare(jax_fun, recompute, args, kwargs, is_quiet=True))
     except (TypeError, ValueError) as error:
         raise located(error) from error.__cause__
+    return _run(root, tensors)
+
+
+def _run(root: Root, tensors: list[torch.Tensor]) -> Any:
     assert root.outline is not None
     outer = recording()
     key: Any = None
@@ -136,7 +144,11 @@ def _leave(root: Root, places: list[Place], outputs: Sequence[Any]) -> None:
 
 
 def _prepare(
-    jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    jax_fun: Callable[..., Any],
+    recompute: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_quiet: bool = False,
 ) -> tuple[Root, list[torch.Tensor]]:
     """The call as a flat function with its outline, and its inputs."""
     if forked_child():
@@ -155,12 +167,14 @@ def _prepare(
         subject = Walk(jax_fun).key, jax.tree.structure(tree)
         if subject not in _STATIC_FLOATS:
             try:
-                return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, _moves_or_is_float))
+                return _prepare_as(
+                    jax_fun, recompute, args, kwargs, Structure.split(tree, _moves_or_is_float), is_quiet
+                )
             except (FloatsAreStatic, jax.errors.JAXTypeError):
                 _STATIC_FLOATS[subject] = None
                 if len(_STATIC_FLOATS) > _CACHE_SIZE:
                     _STATIC_FLOATS.popitem(last=False)
-    return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, _moves))
+    return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, _moves), is_quiet)
 
 
 def _prepare_as(
@@ -169,6 +183,7 @@ def _prepare_as(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     split: tuple[list[Any], Structure],
+    is_quiet: bool,
     again: int = _AGAIN,
 ) -> tuple[Root, list[torch.Tensor]]:
     leaves, structure = split
@@ -179,15 +194,17 @@ def _prepare_as(
     floats = tuple(i for i, leaf in enumerate(leaves) if type(leaf) is float)
     walk = Walk(jax_fun, structure.fixed)
     strides = tuple(map(unusual_stride, arguments))
-    fixed = structure.treedef, structure.moves, floats, recompute, surroundings(), strides
+    with torch._C.DisableTorchFunction():
+        histories = tuple((t.requires_grad, t.is_leaf) for t in arguments) if walk.asks_history else ()
+    fixed = structure.treedef, structure.moves, floats, recompute, surroundings(), strides, histories, is_quiet
 
     def body(*arrays: Any) -> Any:
         args, kwargs = structure.join(weak_float(a) if i in floats else a for i, a in enumerate(arrays))
         return jax_fun(*args, **kwargs)
 
     def prepared(hidden: list[torch.Tensor]) -> tuple[Root, list[torch.Tensor]]:
-        root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk, recompute)
-        root.has_floats = bool(floats)
+        root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk, recompute, is_quiet)
+        root.has_floats, root.histories = bool(floats), histories
         return root, list(map(ti.unwrap_if_dead, root.inputs))  # state may be left by a transform that is over
 
     grad = torch.is_grad_enabled()
@@ -205,10 +222,15 @@ def _prepare_as(
             hidden = []
             while True:
                 root, tensors = prepared(hidden)
-                program = None if is_transformed(tensors) else find_program(root, tensors)
-                seen = outline(root, tensors) if program is None else program.outline
+                program = None
+                try:
+                    program = None if is_transformed(tensors) else find_program(root, tensors)
+                    seen = outline(root, tensors) if program is None else program.outline
+                except Exception:
+                    if read_count() == read or not again:
+                        raise
                 if read_count() != read and again:  # names that it puts together are followed from now on
-                    return _prepare_as(jax_fun, recompute, args, kwargs, split, again - 1)
+                    return _prepare_as(jax_fun, recompute, args, kwargs, split, is_quiet, again - 1)
                 if not seen.missing:
                     break
                 hidden += seen.missing

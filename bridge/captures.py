@@ -31,8 +31,9 @@ from torch.nn.modules import module as _module
 
 from .contents import EXACTLY_PLAIN, PLAIN, Contents, is_iterator, kind_of
 from .errors import TraceError
+from .flags import FLAGS
 from .keys import Key, Same, memory_of, times_cleared
-from .names import EVERY_METHOD, MATCH_ARGS, UNSEEN, names_of, names_of_libraries, names_read_by, slots_of
+from .names import EVERY_METHOD, HISTORY, MATCH_ARGS, UNSEEN, names_of, names_of_libraries, names_read_by, slots_of
 from .places import Path, Place, path_name, places_of_module
 from .user_code import is_partly_users, is_users, is_users_file
 from .watching import FROZEN, is_clock, may_read_clocks
@@ -45,10 +46,6 @@ _HOOKS_OF_ALL = tuple(f"_global{name}" for name in _HOOKS)
 _SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "environ": os.environ.items,
     "getenv": os.environ.items,
-    "initial_seed": torch.initial_seed,
-    "get_num_threads": torch.get_num_threads,
-    "get_default_device": torch.get_default_device,
-    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     "getcwd": os.getcwd,
     "getcontext": lambda: repr(decimal.getcontext()),
 }
@@ -96,6 +93,9 @@ class Walk(Contents):
         for name in sorted(names & _SURROUNDINGS.keys()):
             found = _SURROUNDINGS[name]()
             self.parts.append((name, tuple(found) if isinstance(found, collections.abc.ItemsView) else found))
+        self.flags = {name: FLAGS[name]() for name in sorted(names & FLAGS.keys())}
+        self.parts += self.flags.items()
+        self.asks_history = HISTORY in names
         self.may_read_clocks = self.met_clock or may_read_clocks(names)
         self.key = Key.of(self.parts)
 

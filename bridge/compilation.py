@@ -59,14 +59,16 @@ class Root(Flat):
         captured: Sequence[torch.Tensor],
         walk: Walk,
         recompute: bool,
+        is_quiet: bool = False,
     ) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.key = key, self.grad
+        self.grad, self.is_quiet = torch.is_grad_enabled(), is_quiet
+        self.key = key, self.grad, is_quiet
         self.body, self.count, self.recompute, self.walk = body, len(arguments), recompute, walk
         self.inputs = [*arguments, *captured]
         with torch._C.DisableTorchFunction():
             self.device = common_device(self.inputs)
             self.strides = [unusual_stride(t) for t in arguments]
+        self.histories: Sequence[tuple[bool, bool]] = ()  # of the arguments, if the function asks for it
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.before: list[Entry] = []  # what stood where the call has left something
         self.outline: Outline | None = None
@@ -77,9 +79,10 @@ class Root(Flat):
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
-        call.key, call.has_floats = key, self.has_floats
+        call.key, call.has_floats, call.is_quiet = key, self.has_floats, self.is_quiet
         call.tensors.update({id(t): a for t, a in captured})
         call.strides = {id(a): s for a, s in zip(arrays, self.strides, strict=False) if s is not None}
+        call.histories = {id(a): h for a, h in zip(arrays, self.histories, strict=False)}
         call.enter_body()
         try:
             results, call.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)
@@ -224,6 +227,7 @@ class Outline:
     mutated: list[int]  # inputs that take new values: buffers
     carried: list[tuple[int, int]]  # inputs that take results as new values, with their history in autograd
     effects: list[Effect]  # what each call leaves in places
+    regains: bool  # whether results have a history though autograd is off
     strided: str | None  # the line that asks for elements by their place in memory
     met: list[int]  # arguments, and captured tensors that functions read or write
     missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
@@ -234,7 +238,7 @@ class Outline:
         mutated = [i for i, _ in call.updates]
         left = mutated, call.carried, call.effects
         met = [i for i, t in enumerate(root.inputs) if i < root.count or id(t) in call.met]
-        return cls(call.shape, call.results, call.draws, *left, call.strided, met, call.missing)
+        return cls(call.shape, call.results, call.draws, *left, call.regains, call.strided, met, call.missing)
 
 
 def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:

@@ -21,7 +21,7 @@ import torch
 from .errors import TraceError
 from .graph import unusual_stride
 from .keys import Same, of_bytes, of_elements, of_plain
-from .names import EVERY_METHOD, slots_of, strings_in
+from .names import EVERY_METHOD, HISTORY, slots_of, strings_in
 from .places import WRITTEN, Path, Place, Slot, path_name
 from .user_code import is_partly_users, is_users
 from .watching import is_clock
@@ -88,6 +88,8 @@ class Contents:
         self.paths.append(path)
         self.owners.append(self.owner)
         self.parts.append((type(x), x.dtype, x.shape, x.requires_grad, x.device, x.layout, unusual_stride(x)))
+        if HISTORY in self.names:
+            self.parts.append(x.is_leaf)
         if x.__dict__:
             self.visit_fields(x.__dict__, x, path)
 

@@ -7,7 +7,9 @@ not made inside is met here, and a recorded stand-in takes its place.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +21,9 @@ from .errors import TraceError, memory_refusal, user_line
 from .graph import Meta, Value, depend
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
+from .names import HISTORY, remember_read
 from .recorder import Cut, Recorder
+from .user_code import OWN, asked_by
 
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MASKS = (torch.bool, torch.uint8)
@@ -46,6 +50,11 @@ _STRIDED = (
     torch.Tensor.storage_offset,
 )
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_HISTORY = {
+    torch.Tensor.requires_grad.__get__: "requires_grad",  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__: "is_leaf",  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__: "grad_fn",  # type: ignore[union-attr]
+}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -88,6 +97,8 @@ class Captured:
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.leaves: dict[int, torch.Tensor] = {}  # to which the gradients belong
         self.initial: list[Value] = []  # of the stand-ins
+        self.enables_grad: Callable[[], None] = lambda: None  # called when the function switches autograd on
+        self.histories: dict[int, tuple[bool, bool]] = {}  # by id, of arguments: whether they require grad, are leaves
 
     def __enter__(self) -> Captured:
         _ACTIVE.recordings.append(self)
@@ -236,6 +247,8 @@ class Interception(TorchFunctionMode):
         if func == _GET_GRAD:
             self._refuse_grad(args[0])
         given = args
+        if func in _HISTORY:
+            return self._history(_HISTORY[func], args[0])
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
         if self.captured.rows:
             self.captured.check_rows((args, kwargs))
@@ -253,6 +266,8 @@ class Interception(TorchFunctionMode):
             if places and all(isinstance(i, int) or k in places for k, i in enumerate(index)):
                 self.captured.rows = [r for r in self.captured.rows if not r.is_put_back(args[0], index, args[2])]
                 return set_row(args[0], index, args[2])
+        if func is torch._C._set_grad_enabled and args[0] and not torch.is_grad_enabled():
+            self.captured.enables_grad()
         if func in _STRIDED:
             self.captured.strided = user_line()
         if func == _SET_DATA:  # every look at a descriptor makes a new object: equal, not the same
@@ -280,6 +295,29 @@ class Interception(TorchFunctionMode):
             f"{user_line()}: the function reads .grad of a tensor that it captures, which is another one at each call. "
             "Pass the gradient in as an argument."
         )
+
+    def _history(self, name: str, tensor: torch.Tensor) -> Any:
+        """What autograd says of a tensor; of arguments and captured ones, what it says outside."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(OWN):
+            frame = frame.f_back
+        code = asked_by(frame)
+        if code is not None:
+            remember_read(code, (HISTORY,))
+        stand_in = self.captured.stand_in(tensor)
+        with torch._C.DisableTorchFunction():
+            known = self.captured.histories.get(id(tensor))
+            if known is None:
+                known = stand_in.requires_grad, tensor.is_leaf
+            requires_grad, is_leaf = known[0] or stand_in.requires_grad, known[1] and stand_in.is_leaf
+            if name == "requires_grad":
+                return requires_grad
+            if name == "is_leaf":
+                return is_leaf
+            if is_leaf or stand_in.grad_fn is not None:
+                return stand_in.grad_fn
+            with torch.enable_grad():  # one like that of its history, which is outside
+                return torch.zeros((), requires_grad=True).view(()).grad_fn
 
     def _note_cuts(self, result: Any) -> None:
         """Remember what a user's backward pass computed without autograd, which is asked for its derivative."""

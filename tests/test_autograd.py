@@ -1087,7 +1087,7 @@ def test_what_is_done_inside_of_the_function_means_what_it_means_in_torch(name: 
 _MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
-@pytest.mark.parametrize("name", _params(_MODES, {"inference": "inference mode is taken for no_grad"}))
+@pytest.mark.parametrize("name", _MODES)
 def test_the_grad_mode_inside_is_the_one_outside(name: str) -> None:
     number = len(name)  # a program of its own for each case
 
