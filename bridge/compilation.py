@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -266,6 +266,7 @@ class Program:
         call = Call({}, None, root.device, root.grad)
         call.failures = self._failures = Failures()
         self._lock = threading.Lock()
+        self.read: list[int] = []  # inputs that the backward pass of all outputs reads
         self.flat: set[int] = set()  # inputs whose gradient is zero whatever the cotangents are
         avals = _avals(tensors, root.device)
         with enable_x64(), running(call), as_before(root.before):
@@ -302,7 +303,7 @@ class Program:
             outputs, move, updates = linearize(flat, call, key, self.need, arrays)
             leaves, treedef = flatten(move)
             written = {i for i, _ in (*call.updates, *call.carried)}
-            # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
+            # A residual that is an input is kept as the tensor: a write to it before backward can be seen.
             which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
             kept[:] = [treedef, which]
             updates = updates if flat is flat.root else []
@@ -322,12 +323,14 @@ class Program:
         pullback = Pullback(treedef, which, saved, residuals, inputs, outputs)
         self._backwards: dict[tuple[bool, ...], Backward | None] = {}
         self._pullback: Pullback | None = None
+        needed = (i for i, n in enumerate(self.need) if n)
+        reads, moves = pullback.reads_and_moves()
+        self.read = list(itertools.compress(self.saved, reads))
+        self.flat = {i for i, has_gradient in zip(needed, moves, strict=True) if not has_gradient}
         if sum(self.moving) > 1:
             self._pullback = pullback
         elif any(self.moving):
-            made = self._backwards[tuple(self.moving)] = pullback.compile(self.moving)
-            needed = (i for i, n in enumerate(self.need) if n)
-            self.flat = {i for i, absent in zip(needed, made.absent, strict=True) if absent}
+            self._backwards[tuple(self.moving)] = pullback.compile(self.moving)
 
     @staticmethod
     def _zero_gradients(flat: Flat, traced: Any) -> list[bool]:
@@ -348,18 +351,26 @@ class Program:
         return made, residuals
 
     def backward(
-        self, saved: Sequence[torch.Tensor], residuals: Any, cotangents: Sequence[torch.Tensor | None]
+        self,
+        tensors: Sequence[torch.Tensor],
+        residuals: Any,
+        cotangents: Sequence[torch.Tensor | None],
+        check: Callable[[Iterable[int]], None],
     ) -> list[torch.Tensor | None] | None:
-        """Gradients for the needed inputs, None where there is none; None if they have to start from the inputs."""
+        """Gradients for the needed inputs, None where there is none; None if they have to start from the inputs.
+
+        ``check`` refuses inputs, of those that the backward pass reads, which were written to after the call.
+        """
         live = tuple(m and c is not None for m, c in zip(self.moving, cotangents, strict=True))
         if not any(live):
             return [None] * sum(self.need)
         program = self._backward_of(live)
         if program is None:
             return None
+        check(i for i, is_read in zip(self.saved, program.reads, strict=True) if is_read)
         with enable_x64():
             given = [tensor_to_array(c.contiguous()) for c, alive in zip(cotangents, live, strict=True) if alive]  # type: ignore[union-attr]
-            found = program.compiled(list(map(tensor_to_array, saved)), residuals, given)
+            found = program.compiled([tensor_to_array(tensors[i]) for i in self.saved], residuals, given)
             made = [None if absent else array_to_tensor(g) for absent, g in zip(program.absent, found, strict=True)]
             self._failures.check()
             return made

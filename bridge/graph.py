@@ -231,6 +231,12 @@ class Graph:
                 found.add(i)
         return [isinstance(v, Ref) and v.node in found for v in (*self.outputs, *(v for _, v in self.mutations))]
 
+    def backward_reads(self, nodes: Iterable[int]) -> list[bool]:
+        """Which inputs the nodes of a backward half read."""
+        results = [*self.gradients, *(check.evidence for check in self.backward_checks)]
+        read = {ref.node for i in nodes for ref in self._refs(i)} | {r.node for r in results if isinstance(r, Ref)}
+        return [node in read for node in (*self.inputs, *self.captured)]
+
     def saved_metas(self) -> list[Meta]:
         """What the backward half reads of the forward half, without the inputs themselves."""
         metas = []

@@ -147,7 +147,8 @@ class Captured:
         inner = self.recorder.input(Meta.of_input(tensor))
         leaf = stand_in = ti.to_fun(inner).requires_grad_(differentiable)
         if self.copies and tensor.grad_fn is not None:
-            stand_in = leaf.clone()
+            with torch.enable_grad():  # wherever it is met
+                stand_in = leaf.clone()
         self.inputs.append(inner)
         self.leaves[id(tensor)], self.stand_ins[id(tensor)] = leaf, stand_in
         inner = ti.from_fun(stand_in)  # type: ignore[assignment]

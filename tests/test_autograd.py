@@ -543,7 +543,6 @@ def test_an_input_written_before_backward_is_torchs_error(name: str, recorded: s
         out.sum().backward()
 
 
-@pytest.mark.xfail(reason="every input is saved, as a second derivative would start from it")
 def test_an_input_that_the_derivative_does_not_need_may_be_written() -> None:
     w = X.clone().requires_grad_()
     out = _through(lambda a: a * 2 + 1)(w)
