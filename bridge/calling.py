@@ -193,6 +193,11 @@ def _prepare_as(
     arguments = [_tensor(leaf, device) for leaf in leaves]
     floats = tuple(i for i, leaf in enumerate(leaves) if type(leaf) is float)
     walk = Walk(jax_fun, structure.fixed)
+    if ti.parametrizations_are_cached() and any(map(torch.nn.utils.parametrize.is_parametrized, walk.modules)):
+        raise TraceError(
+            "parametrize.cached() is open around the call of a function with parametrized modules, which computes them "
+            "at each call, and so would not use what is cached. Open it inside of the function."
+        )
     strides = tuple(map(unusual_stride, arguments))
     with torch._C.DisableTorchFunction():
         histories = tuple((t.requires_grad, t.is_leaf) for t in arguments) if walk.asks_history else ()

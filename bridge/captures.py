@@ -135,6 +135,8 @@ class Walk(Contents):
             self.seen[id(x)] = len(self.seen)
             self.keep.append(x)
             self._module(x, path)
+        elif kind is complex:
+            add((x.real.hex(), x.imag.hex()))  # which tell 0.0 from -0.0
         elif isinstance(x, slice):
             add(slice)
             self.visit((x.start, x.stop, x.step), path)
@@ -253,6 +255,9 @@ class Walk(Contents):
             self.depth = depth
 
     def _module(self, m: torch.nn.Module, path: Path) -> None:
+        if isinstance(m, torch.jit.ScriptModule):
+            self._script(m, path)
+            return
         cls, fields, add = type(m), m.__dict__, self.parts.append
         self.parts += (cls, m.training)
         self.found_places.append(m)
@@ -277,6 +282,14 @@ class Walk(Contents):
                 self.visit(list(fields[name].values()), (path, name))
         self._class_part(cls, path)
         self.owner = outer
+
+    def _script(self, m: torch.jit.ScriptModule, path: Path) -> None:
+        self.parts += (Same(m), m.training)
+        if self.is_strict() and any(True for held in (m.parameters(), m.buffers()) for _ in held):
+            raise TraceError(
+                f"{path_name(path) or 'the function'} is a {type(m).__name__}, which runs TorchScript's own code and "
+                "cannot be traced with what it holds. Use the Python module that it was made from."
+            )
 
     def visit_attributes(self, x: Any, path: Path) -> None:
         cls: Any = type(x)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from . import torch_internals as ti
 from .user_code import reader
 
 _OF_TORCH = (
@@ -29,6 +30,7 @@ _FUNCTIONS: dict[str, Any] = {
     "get_fastpath_enabled": torch.backends.mha,
 }
 _BACKENDS: Any = (torch.backends.mkldnn, torch.backends.cudnn, torch.backends.opt_einsum, torch.backends.cuda.matmul)
+_is_inference = torch.is_inference_mode_enabled
 _MEMORY: Any = torch.utils.deterministic
 _SETTINGS = ("enabled", "deterministic", "benchmark", "allow_tf32", "fp32_precision", "strategy")
 
@@ -71,6 +73,8 @@ def answering(flags: dict[str, Any]) -> Iterator[None]:
     def made(original: Callable[[], Any], value: Any) -> Callable[[], Any]:
         def answer() -> Any:  # torch asks too, and is to see what the recording has set
             is_users = threading.get_ident() == owner and reader(sys._getframe(1).f_code.co_filename) != "apart"
+            if is_users and original is _is_inference:
+                return ti.asks_inference(value)
             return value if is_users else original()
 
         return answer
