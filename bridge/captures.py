@@ -302,6 +302,7 @@ class Walk(Contents):
         if not is_partly_users(cls) and not isinstance(x, types.SimpleNamespace):
             self.library_object(x, path)
             return
+        self.classes.add(cls)
         depth, self.depth = self.depth, 0
         fields = getattr(x, "__dict__", None)
         names, outer = self.names | names_of_libraries(cls), self.names

@@ -53,6 +53,7 @@ class Contents:
         self.owners: list[torch.nn.Module | None] = []
         self.found_places: list[Place | torch.nn.Module] = []
         self.containers: list[tuple[Slot, Any]] = []
+        self.classes: set[type] = set()  # the user's own, of objects that are followed by name
         self.locks: list[tuple[str, Any]] = []
         self.generators: list[Any] = []  # of Python's and NumPy's random numbers
         self.seen: dict[int, int] = {}
@@ -83,7 +84,7 @@ class Contents:
             self.parts.append(("tensor", position))
             return
         self.seen[id(x)] = len(self.seen)
-        if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(x):
             raise TraceError(
                 f"{path_name(path)} is a parameter of a lazy module, which has no shape before the module has run: "
                 "call the module once on an example first, as for its optimizer."

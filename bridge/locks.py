@@ -15,13 +15,14 @@ ASKS = frozenset({"acquire", "locked", "wait", "broken", "n_waiting", "_value"})
 def state(lock: Any) -> Any:
     """What a lock answers to the one who asks."""
     if isinstance(lock, threading.Semaphore):
-        return lock._value  # type: ignore[attr-defined]
+        return lock._value
     if isinstance(lock, threading.Event):
         return lock.is_set()
     if isinstance(lock, threading.Barrier):
         return lock.n_waiting, lock.broken
     if isinstance(lock, threading.Condition):
-        return state(lock._lock)  # type: ignore[attr-defined]
+        inner: Any = lock
+        return state(inner._lock)
     return lock._is_owned() if isinstance(lock, _RLOCK) else lock.locked()
 
 
@@ -30,7 +31,7 @@ def put_back(lock: Any, before: Any) -> None:
     if state(lock) == before:
         return
     if isinstance(lock, threading.Semaphore):
-        lock._value = before  # type: ignore[attr-defined]
+        lock._value = before
     elif isinstance(lock, threading.Event):
         (lock.set if before else lock.clear)()
     elif isinstance(lock, threading.Barrier):

@@ -21,7 +21,7 @@ from .places import read_entry, write
 from .side_effects import ArgumentContainers, Scratch, Watched, tensors_in
 from .torch2jax_engine import is_interpreted
 from .trees import Structure, to_jax_tree, to_torch_tree
-from .watching import watching
+from .watching import watching, watching_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +141,7 @@ class FlatFunction:
                     scope.enter_context(watching(self.walk.may_read_clocks))
                 else:
                     scope.enter_context(answering(self.walk.flags))
+                    scope.enter_context(watching_fields(self.walk.classes, self.walk.names))
                 if not self.mode.once:
                     scope.enter_context(_NoBatchStatistics(self.walk))
                 if not self.mode.grad and not self._is_interpreted:
