@@ -185,9 +185,10 @@ class Contents:
         elif isinstance(x, torch.Generator):
             self.parts.append(x.initial_seed())
         elif isinstance(x, locks.LOCKS):
-            if self.is_strict():
+            if isinstance(x, threading.Event):
+                self.parts.append(x.is_set())
+            elif not locks.MOVES.isdisjoint(self.names):  # with statements put back what they take
                 self.locks.append((path_name(path), x))
-            if isinstance(x, threading.Event) or not locks.ASKS.isdisjoint(self.names):
                 self.parts.append(locks.state(x))
         elif isinstance(x, logging.Logger):
             self.parts.append(x.getEffectiveLevel())

@@ -1,4 +1,4 @@
-"""Locks, semaphores, events and barriers: a function may hold one while it runs, and leaves it as it was."""
+"""Locks, semaphores and barriers: a function may hold one while it runs, and leaves it as it was."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 _LOCK: Any = type(threading.Lock())
 _RLOCK: Any = type(threading.RLock())
 LOCKS = (_LOCK, _RLOCK, threading.Condition, threading.Semaphore, threading.Event, threading.Barrier)
-# Code that mentions one of these may ask for what a lock says.
-ASKS = frozenset({"acquire", "locked", "wait", "broken", "n_waiting", "_value"})
+# Code that mentions one of these may ask for what a lock says, or change it.
+MOVES = frozenset({"acquire", "release", "locked", "wait", "abort", "reset", "broken", "n_waiting", "_value"})
 
 
 def state(lock: Any) -> Any:
     """What a lock answers to the one who asks."""
     if isinstance(lock, threading.Semaphore):
         return lock._value
-    if isinstance(lock, threading.Event):
-        return lock.is_set()
     if isinstance(lock, threading.Barrier):
         return lock.n_waiting, lock.broken
     if isinstance(lock, threading.Condition):
@@ -32,8 +30,6 @@ def put_back(lock: Any, before: Any) -> None:
         return
     if isinstance(lock, threading.Semaphore):
         lock._value = before
-    elif isinstance(lock, threading.Event):
-        (lock.set if before else lock.clear)()
     elif isinstance(lock, threading.Barrier):
         lock.reset()
     else:

@@ -91,7 +91,7 @@ class Watched:
                 empty_cache(fun)
 
     def check(self) -> None:
-        """Refuse writes that no call could repeat: to NumPy's arrays, and of tensors to sets."""
+        """Refuse writes that no call could repeat: to NumPy's arrays and locks, and of tensors to sets."""
         for name, array, before in self._arrays:
             if array.tobytes() != before.tobytes():
                 raise TraceError(

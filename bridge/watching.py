@@ -300,6 +300,15 @@ def _opens(original: Any) -> Any:
     return open
 
 
+def _moves_event(original: Any) -> Any:
+    def move(event: threading.Event) -> None:
+        if _ACTIVE.depth and event.is_set() != (original.__name__ == "set") and asked_by(sys._getframe(1)) is not None:
+            _refuse("sets or clears a threading.Event, which it would do once", "do that outside of the function.")
+        original(event)
+
+    return move
+
+
 def _asks_outside(what: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         def ask(*args: Any, **kwargs: Any) -> Any:
@@ -318,6 +327,7 @@ _WATCHED: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (builtins, "globals", _globals),
     (importlib, "import_module", _imports),
     *((owner, "open", _reads_file) for owner in (builtins, io)),
+    *((threading.Event, name, _moves_event) for name in ("set", "clear")),
     (builtins, "input", _asks_outside("the user")),
     (os, "open", _opens),
     *((os, name, _asks_outside("the file system")) for name in ("stat", "listdir", "scandir")),

@@ -31,7 +31,6 @@ _MOVED: dict[str, tuple[Fun, Fun]] = {  # what makes an object, and what a funct
     "lock": (threading.Lock, lambda s: s.acquire(blocking=False)),
     "rlock": (threading.RLock, lambda s: s.acquire(blocking=False)),
     "condition": (threading.Condition, lambda s: s.acquire(blocking=False)),
-    "event": (threading.Event, lambda s: s.set() or True),
     "barrier": (lambda: threading.Barrier(2), lambda s: s.abort() or True),
 }
 
@@ -48,6 +47,25 @@ def test_a_lock_that_a_function_leaves_other_than_it_found_it_is_refused_by_name
         _through(fun)(X)
     with pytest.raises(TypeError, match=r"the function leaves mine \(\w+\) other than it found it"):
         _through(fun)(X)  # it was put back
+
+
+@pytest.mark.parametrize("name", ["set", "clear"])
+def test_a_function_that_sets_or_clears_an_event_is_refused_by_name(name: str) -> None:
+    mine = threading.Event()
+    if name == "clear":
+        mine.set()
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        if mine.is_set() == (name == "set"):
+            return x * 3
+        getattr(mine, name)()
+        return x * 2
+
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"the function sets or clears a threading.Event"):
+            _through(fun)(X)
+    (mine.set if name == "set" else mine.clear)()
+    assert torch.equal(_through(fun)(X), X * 3)
 
 
 def test_what_locks_say_is_never_stale_and_a_function_may_hold_them() -> None:
