@@ -21,7 +21,7 @@ from .captures import Walk, is_traced, surroundings
 from .compilation import Outline, Root, outline
 from .devices import forked_child, start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
-from .graph import unusual_stride
+from .graph import History, unusual_stride
 from .interception import Captured, is_traced_tensor, recording
 from .keys import Key
 from .names import read_count
@@ -200,7 +200,7 @@ def _prepare_as(
         )
     strides = tuple(map(unusual_stride, arguments))
     with torch._C.DisableTorchFunction():
-        histories = tuple((t.requires_grad, t.is_leaf) for t in arguments) if walk.asks_history else ()
+        histories = tuple(map(History.of, arguments)) if walk.asks_history else ()
     fixed = structure.treedef, structure.moves, floats, recompute, surroundings(), strides, histories, is_quiet
 
     def body(*arrays: Any) -> Any:

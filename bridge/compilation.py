@@ -20,7 +20,7 @@ from .captures import Walk
 from .context import Call, running
 from .differentiation import DeletedFunction, dependent_outputs
 from .errors import TraceError
-from .graph import unusual_stride
+from .graph import History, unusual_stride
 from .places import Place
 from .pullbacks import Backward, Pullback, independent, pull_back, unread
 from .trees import Structure, flatten, is_array, to_jax_tree
@@ -68,7 +68,7 @@ class Root(Flat):
         with torch._C.DisableTorchFunction():
             self.device = common_device(self.inputs)
             self.strides = [unusual_stride(t) for t in arguments]
-        self.histories: Sequence[tuple[bool, bool]] = ()  # of the arguments, if the function asks for it
+        self.histories: Sequence[History] = ()  # of the arguments, if the function asks for it
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.before: list[Entry] = []  # what stood where the call has left something
         self.outline: Outline | None = None

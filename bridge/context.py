@@ -23,6 +23,7 @@ from .versions import mapping_trace
 
 if TYPE_CHECKING:
     from .bindings import Basic, Effect, Entry
+    from .graph import History
     from .places import Place
 
 
@@ -66,8 +67,9 @@ class Call:
     strides: dict[int, tuple[int, ...]] = dataclasses.field(
         default_factory=dict
     )  # by id, of arguments in another order
-    # By id, of arguments: whether they require grad, and whether they are leaves, if the function asks for it.
-    histories: dict[int, tuple[bool, bool]] = dataclasses.field(default_factory=dict)
+    histories: dict[int, History] = dataclasses.field(
+        default_factory=dict
+    )  # by id, of arguments, if they are asked for
     failures: Any = None  # where checks of indices report
     shape: Any = None  # the structure of the results
     results: int = 0  # how many tensors the call gives, with what it leaves behind

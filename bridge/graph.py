@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,18 @@ class Meta:
     @property
     def differentiable(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+class History(NamedTuple):
+    """What autograd says of an argument."""
+
+    requires_grad: bool
+    is_leaf: bool
+    has_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> History:
+        return cls(tensor.requires_grad, tensor.is_leaf, tensor.is_leaf and tensor.grad is not None)
 
 
 def unusual_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:

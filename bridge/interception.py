@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
 from .errors import TraceError, memory_refusal, user_line
-from .graph import Meta, Value, depend
+from .graph import History, Meta, Value, depend
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
 from .names import HISTORY, remember_read
@@ -54,6 +54,7 @@ _HISTORY = {
     torch.Tensor.requires_grad.__get__: "requires_grad",  # type: ignore[attr-defined]
     torch.Tensor.is_leaf.__get__: "is_leaf",  # type: ignore[attr-defined]
     torch.Tensor.grad_fn.__get__: "grad_fn",  # type: ignore[union-attr]
+    torch.Tensor.grad.__get__: "grad",  # type: ignore[union-attr]
 }
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -98,7 +99,7 @@ class Captured:
         self.leaves: dict[int, torch.Tensor] = {}  # to which the gradients belong
         self.initial: list[Value] = []  # of the stand-ins
         self.enables_grad: Callable[[], None] = lambda: None  # called when the function switches autograd on
-        self.histories: dict[int, tuple[bool, bool]] = {}  # by id, of arguments: whether they require grad, are leaves
+        self.histories: dict[int, History] = {}  # by id, of arguments
 
     def __enter__(self) -> Captured:
         _ACTIVE.recordings.append(self)
@@ -309,8 +310,15 @@ class Interception(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             known = self.captured.histories.get(id(tensor))
             if known is None:
-                known = stand_in.requires_grad, tensor.is_leaf
-            requires_grad, is_leaf = known[0] or stand_in.requires_grad, known[1] and stand_in.is_leaf
+                known = History(stand_in.requires_grad, tensor.is_leaf, False)
+            requires_grad, is_leaf = known.requires_grad or stand_in.requires_grad, known.is_leaf and stand_in.is_leaf
+            if name == "grad":
+                if known.has_grad:
+                    raise TraceError(
+                        f"{user_line()}: the function reads .grad of an argument, which is no part of the call. Pass "
+                        "the gradient in as an argument."
+                    )
+                return stand_in.grad
             if name == "requires_grad":
                 return requires_grad
             if name == "is_leaf":

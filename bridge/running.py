@@ -15,6 +15,7 @@ from .bindings import UNKNOWN, Bound, Effect, Made, Results, unwrapped
 from .captures import Walk
 from .errors import TraceError, WrittenLeaf, is_raised_by_jax, user_line
 from .flags import answering
+from .graph import History
 from .interception import recording
 from .names import HISTORY, remember_read
 from .places import read_entry, write
@@ -31,7 +32,7 @@ class Mode:
     once: bool  # for the whole call, not per example or in chunks
     grad: bool  # whether autograd records
     tracked: tuple[bool, ...]  # which arguments are differentiated
-    histories: tuple[tuple[bool, bool] | None, ...]  # which arguments require grad and are leaves, where it is known
+    histories: tuple[History | None, ...]  # of the arguments, where they are known and asked for
     surroundings: Hashable
 
 
@@ -133,7 +134,7 @@ class FlatFunction:
             current.enables_grad = self._note_autograd
             current.histories = {id(t): history for t, history in pairs if history is not None}
             for tensor, history in zip(tensors, self.mode.histories, strict=True):
-                if not self.mode.grad and history is not None and history[0]:  # it may switch autograd on
+                if not self.mode.grad and history is not None and history.requires_grad:  # it may switch autograd on
                     tensor.requires_grad_()
         try:
             with contextlib.ExitStack() as scope:

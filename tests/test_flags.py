@@ -151,6 +151,18 @@ def test_whether_a_tensor_requires_grad_is_answered_as_in_eager_torch(is_capture
             assert actual.requires_grad == expected.requires_grad
 
 
+def test_the_grad_of_an_argument_is_none_or_refused_by_name() -> None:
+    x = torch.ones(2, requires_grad=True)
+    made = as_torch(as_jax(lambda x: x * 2 if x.grad is None else x * x.grad))
+    for tensor in (x, torch.ones(2), x * 1):
+        assert torch.equal(made(tensor), tensor * 2)
+    made(x).sum().backward()
+    with pytest.raises(TypeError, match=r"test_flags.py:\d+: the function reads .grad of an argument"):
+        made(x)
+    x.grad = None
+    assert torch.equal(made(x), x * 2)
+
+
 def _left(layer: nn.Linear, kept: dict[str, torch.Tensor]) -> Fun:
     def fun(x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
