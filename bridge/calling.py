@@ -31,6 +31,7 @@ from .values import array_to_tensor, tensor_to_array
 from .versions import weak_float
 
 _MADE = "__microtome_made__"
+_MAPS = "__microtome_maps__"
 _CACHE_SIZE = 256
 _AGAIN = 8  # times that a function is looked at anew, because it read by names that do not stand in it
 _MANY = 32  # compilations of one function after which a warning names it
@@ -81,6 +82,12 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
     setattr(fun, _MADE, (fun, jax_fun))
     fun.compiled = lambda *args, **kwargs: find_program(*_prepare(jax_fun, recompute, args, kwargs))  # type: ignore[attr-defined]
     return fun
+
+
+def only_maps(jax_fun: Callable[..., Any], inner: Callable[..., Any]) -> None:
+    """Mark a JAX function that runs a torch function in slices or steps and takes no derivatives of its own."""
+    if is_traced(inner):  # one written in JAX may take any
+        setattr(jax_fun, _MAPS, jax_fun)
 
 
 def made_from(fun: Any) -> Any:
@@ -210,6 +217,7 @@ def _prepare_as(
     def prepared(hidden: list[torch.Tensor]) -> tuple[Root, list[torch.Tensor]]:
         root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk, recompute, is_quiet)
         root.has_floats, root.histories = bool(floats), histories
+        root.only_maps = getattr(jax_fun, "__dict__", {}).get(_MAPS) is jax_fun
         return root, list(map(ti.unwrap_if_dead, root.inputs))  # state may be left by a transform that is over
 
     grad = torch.is_grad_enabled()

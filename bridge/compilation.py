@@ -69,6 +69,7 @@ class Root(Flat):
             self.device = common_device(self.inputs)
             self.strides = [unusual_stride(t) for t in arguments]
         self.histories: Sequence[History] = ()  # of the arguments, if the function asks for it
+        self.only_maps = False  # it takes no derivatives of its own
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.before: list[Entry] = []  # what stood where the call has left something
         self.outline: Outline | None = None
@@ -80,6 +81,7 @@ class Root(Flat):
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
         call.key, call.has_floats, call.is_quiet = key, self.has_floats, self.is_quiet
+        call.only_maps = self.only_maps
         call.tensors.update({id(t): a for t, a in captured})
         call.strides = {id(a): s for a, s in zip(arrays, self.strides, strict=False) if s is not None}
         call.histories = {id(a): h for a, h in zip(arrays, self.histories, strict=False)}

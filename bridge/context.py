@@ -62,6 +62,7 @@ class Call:
     draws: bool = False
     strided: str | None = None  # the line that asks for elements by their place in memory
     regains: bool = False  # whether a function's results have a history though autograd is off around it
+    only_maps: bool = False  # the call runs functions in slices or steps, and takes no derivatives of its own
     is_quiet: bool = False  # autograd is off where the call begins, and records what the function switches it on for
     has_floats: bool = False  # Python floats among the arguments are inputs
     strides: dict[int, tuple[int, ...]] = dataclasses.field(

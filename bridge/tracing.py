@@ -182,7 +182,10 @@ class _Traced:
         strides = {} if outer is None else outer.strides
         metas = [Meta(torch_dtype(a.dtype), a.shape, device, strides.get(id(a))) for a in arrays]
         once = _runs_whole(outer, arrays)
-        grad = outer is None or not once or (outer.grad and not outer.is_quiet)
+        if once:
+            grad = outer is None or (outer.grad and not outer.is_quiet)
+        else:  # of a derivative that the call takes, whatever autograd does around it
+            grad = outer is None or outer.grad or not outer.only_maps
         histories = {} if outer is None else outer.histories
         own = tuple(histories.get(id(a)) for a in arrays)
         mode = Mode(once, grad, tuple(map(_is_differentiated, arrays)), own, surroundings())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
 
 Fun = Callable[..., Any]
@@ -114,6 +115,47 @@ def test_a_function_that_asks_for_a_switch_of_torchs_is_told_what_its_caller_has
     assert torch.equal(made(x), fun(x))
     with torch.inference_mode():  # made anew under each
         assert torch.equal(as_torch(as_jax(fun))(x), fun(x))
+
+
+def _by_grad_mode(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * (2.0 if torch.is_grad_enabled() else 3.0)
+
+
+def _stepped(scan: Fun) -> Fun:
+    return lambda x: scan(lambda c, row: (c + _by_grad_mode(row), _by_grad_mode(row)), torch.zeros(2), x)[1]
+
+
+_IN_SLICES: dict[str, Fun] = {
+    "microbatch": mt.microbatch(_by_grad_mode, 0, 2, mt.AccumulationType.CONCAT),
+    "micro_vmap": mt.micro_vmap(_by_grad_mode, microbatch_size=2),
+    "chunked_vmap": mt.chunked_vmap(_by_grad_mode, chunk_size=2),
+    "sliced_scan": _stepped(mt.sliced_scan),
+    "checkpoint_chunked_scan": _stepped(mt.checkpoint_chunked_scan),
+}
+
+
+@pytest.mark.parametrize("name", _IN_SLICES)
+def test_the_grad_mode_in_slices_is_that_of_the_caller(name: str) -> None:
+    call, x = _IN_SLICES[name], torch.linspace(-1, 1, 8).view(4, 2)
+    leaf = x.clone().requires_grad_()
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            for tensor in (x, leaf):
+                torch.testing.assert_close(call(tensor).detach(), _by_grad_mode(tensor).detach())
+    call(leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, 2 * (1 - torch.tanh(x) ** 2))
+
+
+def test_a_derivative_is_taken_whatever_the_grad_mode_around_it() -> None:
+    x = torch.tensor([0.5, -1.0])
+    inner = mt.microbatch(lambda row: _by_grad_mode(row).sum(), 0, 1)
+    expected = torch.func.grad(lambda x: _by_grad_mode(x).sum())(x)
+    for context in (torch.no_grad, torch.enable_grad):
+        with context():
+            torch.testing.assert_close(torch.func.grad(inner)(x), expected)
+            torch.testing.assert_close(mt.jacobian(inner, x)[0], expected)
+            rows = mt.micro_grad(lambda w, row: (_by_grad_mode(row) * w).sum(), microbatch_size=1)
+            torch.testing.assert_close(rows(torch.ones(()), x)[0], 2 * torch.tanh(x).sum())
 
 
 def test_the_switches_are_as_they_were_after_a_trace() -> None:
