@@ -8,8 +8,9 @@ derivative or the map of a call is a flat function of its own, and is called as 
 from __future__ import annotations
 
 import collections
+import functools
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +50,9 @@ def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[tor
 def _is_apart(flat: Flat, program: Program, i: int, tensor: torch.Tensor) -> bool:
     """Whether an input is no part of the call's graph: what is not read, and state that is only read as a number."""
     is_state = i >= flat.root.count and tensor.grad_fn is not None
-    return i in program.unread or (is_state and i in program.flat)
+    if i in program.unread:  # what is written to where autograd does not record keeps its history
+        return i in program.flat or i not in program.written
+    return is_state and i in program.flat
 
 
 def _present(program: Program, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -103,17 +106,19 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Flat, program: Program, key: Any, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)  # an output without a cotangent is not one with a cotangent of zeros
+        if any(tensors[i].is_inference() for i in program.read):
+            raise RuntimeError(
+                "Inference tensors cannot be saved for backward: make a copy outside of inference mode (.clone()), and "
+                "use that."
+            )
         # A buffer that the call writes to: a second derivative starts from the value that it had.
         before = [t.clone() if i in program.written else t for i, t in enumerate(tensors)]
         made, residuals = program.forward(key, tensors)
         # As tensors, so that torch frees, offloads or recomputes them as it does its own.
         crossing = [has_torch_dtype(r.dtype) for r in residuals]
-        ctx.save_for_backward(
-            *(tensors[i] for i in program.saved),
-            *(array_to_tensor(r) for r, c in zip(residuals, crossing, strict=True) if c),
-        )
+        ctx.save_for_backward(*(array_to_tensor(r) for r, c in zip(residuals, crossing, strict=True) if c))
         ctx.crossing, ctx.rest = crossing, [r for r, c in zip(residuals, crossing, strict=True) if not c]
-        ctx.program, ctx.again = program, (flat, key, before, [t._version for t in before])
+        ctx.program, ctx.again = program, (flat, key, before, list(map(_version, before)))
         ctx.mark_non_differentiable(*(m for m, d in zip(made, program.moving, strict=True) if not d))
         return tuple(made)
 
@@ -123,7 +128,7 @@ class _Differentiable(torch.autograd.Function):
         given = [c for c in cotangents if c is not None]
         if not given:
             return None, None, None, *(None for _ in program.need)
-        saved = ctx.saved_tensors  # raises torch's own error if they were freed, or written to
+        saved = ctx.saved_tensors  # raises torch's own error if they were freed
         if ctx.again is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: the values that the call saved were freed. "
@@ -131,9 +136,11 @@ class _Differentiable(torch.autograd.Function):
             )
         grads: Any = None
         if not (torch.is_grad_enabled() or program.recompute or is_transformed(given) or _is_batched(given)):
-            tensors, rest = iter(saved[len(program.saved) :]), iter(ctx.rest)
+            tensors, rest = iter(saved), iter(ctx.rest)
             residuals = [tensor_to_array(next(tensors)) if c else next(rest) for c in ctx.crossing]
-            grads = program.backward(saved[: len(program.saved)], residuals, cotangents)
+            _, _, before, versions = ctx.again
+            check = functools.partial(_check_unwritten, before, versions)
+            grads = program.backward(before, residuals, cotangents, check)
         if grads is None:
             grads = _from_inputs(ctx.again, program.need, cotangents)
         if not ti.graph_is_kept():
@@ -142,17 +149,29 @@ class _Differentiable(torch.autograd.Function):
         return None, None, None, *(next(found) if n else None for n in program.need)
 
 
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written to; torch does not count for one that was made in inference mode."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _check_unwritten(tensors: Sequence[torch.Tensor], versions: Sequence[int | None], read: Iterable[int]) -> None:
+    """Refuse what was written to since the forward pass and is read by a backward pass."""
+    for i in read:
+        if _version(tensors[i]) != versions[i]:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensors[i].type()} {list(tensors[i].shape)}] is at version {tensors[i]._version}; expected version "
+                f"{versions[i]} instead."
+            )
+
+
 def _is_batched(cotangents: Sequence[torch.Tensor]) -> bool:
     return any(map(ti.is_legacy_batchedtensor, cotangents))
 
 
 def _from_inputs(again: Any, need: tuple[bool, ...], cotangents: Sequence[torch.Tensor | None]) -> Sequence[Any]:
     flat, key, tensors, versions = again
-    if [t._version for t in tensors] != versions:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation between "
-            "the forward pass and a backward pass that starts from the inputs"
-        )
+    _check_unwritten(tensors, versions, range(len(tensors)))
     given = [c for c in cotangents if c is not None]
     if not given:
         return [None] * sum(need)

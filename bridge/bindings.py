@@ -279,13 +279,13 @@ class Results:
         assert self._captured is not None
         inputs = [*self._arguments, *(self._captured.stand_ins[id(t)] for t in self._captured.tensors)]
         for i, other in enumerate(inputs):
-            if _shows(other, tensor):
+            if _is_base(other, tensor):
                 return _view(tensor, other, Given(i))
         group = [t for t in self._kept if _overlap(t, tensor)]
         base = self._base(tensor, group, name) if len(group) > 1 else tensor
         known = next((i for i, t in enumerate(self.tensors) if t is base), None)
         if known is None and base is tensor:
-            shown = next((i for i, t in enumerate(self.tensors) if _is_in_order(t) and _shows(t, tensor)), None)
+            shown = next((i for i, t in enumerate(self.tensors) if _is_in_order(t) and _is_base(t, tensor)), None)
             if shown is not None:
                 return _view(tensor, self.tensors[shown], Made(shown))
         if known is None:
@@ -305,6 +305,11 @@ class Results:
                 "one that it keeps, in a way that no call could repeat. Keep a copy: .clone()."
             )
         return self._bases.setdefault(ti.storage_key(base), base)
+
+
+def _is_base(other: Any, tensor: Any) -> bool:
+    """Whether a view of one tensor is the other, with its history in autograd."""
+    return _shows(other, tensor) and bool(other.requires_grad or not tensor.requires_grad)
 
 
 def whole(tensor: Any) -> Any:

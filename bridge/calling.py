@@ -21,7 +21,7 @@ from .captures import Walk, is_traced, surroundings
 from .compilation import Outline, Root, outline
 from .devices import forked_child, start_jax
 from .errors import FloatsAreStatic, TraceError, located, user_line
-from .graph import unusual_stride
+from .graph import History, unusual_stride
 from .interception import Captured, is_traced_tensor, recording
 from .keys import Key
 from .names import read_count
@@ -31,6 +31,7 @@ from .values import array_to_tensor, tensor_to_array
 from .versions import weak_float
 
 _MADE = "__microtome_made__"
+_MAPS = "__microtome_maps__"
 _CACHE_SIZE = 256
 _AGAIN = 8  # times that a function is looked at anew, because it read by names that do not stand in it
 _MANY = 32  # compilations of one function after which a warning names it
@@ -83,6 +84,12 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
     return fun
 
 
+def only_maps(jax_fun: Callable[..., Any], inner: Callable[..., Any]) -> None:
+    """Mark a JAX function that runs a torch function in slices or steps and takes no derivatives of its own."""
+    if is_traced(inner):  # one written in JAX may take any
+        setattr(jax_fun, _MAPS, jax_fun)
+
+
 def made_from(fun: Any) -> Any:
     """The JAX function of which ``as_torch`` made this very function, or None."""
     mark = getattr(fun, "__dict__", {}).get(_MADE)
@@ -93,8 +100,16 @@ def made_from(fun: Any) -> Any:
 def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         root, tensors = _prepare(jax_fun, recompute, args, kwargs)
+        assert root.outline is not None
+        if root.outline.regains and not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return _run(*_prepare(jax_fun, recompute, args, kwargs, is_quiet=True))
     except (TypeError, ValueError) as error:
         raise located(error) from error.__cause__
+    return _run(root, tensors)
+
+
+def _run(root: Root, tensors: list[torch.Tensor]) -> Any:
     assert root.outline is not None
     outer = recording()
     key: Any = None
@@ -136,7 +151,11 @@ def _leave(root: Root, places: list[Place], outputs: Sequence[Any]) -> None:
 
 
 def _prepare(
-    jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    jax_fun: Callable[..., Any],
+    recompute: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_quiet: bool = False,
 ) -> tuple[Root, list[torch.Tensor]]:
     """The call as a flat function with its outline, and its inputs."""
     if forked_child():
@@ -155,12 +174,14 @@ def _prepare(
         subject = Walk(jax_fun).key, jax.tree.structure(tree)
         if subject not in _STATIC_FLOATS:
             try:
-                return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, _moves_or_is_float))
+                return _prepare_as(
+                    jax_fun, recompute, args, kwargs, Structure.split(tree, _moves_or_is_float), is_quiet
+                )
             except (FloatsAreStatic, jax.errors.JAXTypeError):
                 _STATIC_FLOATS[subject] = None
                 if len(_STATIC_FLOATS) > _CACHE_SIZE:
                     _STATIC_FLOATS.popitem(last=False)
-    return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, _moves))
+    return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, _moves), is_quiet)
 
 
 def _prepare_as(
@@ -169,6 +190,7 @@ def _prepare_as(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     split: tuple[list[Any], Structure],
+    is_quiet: bool,
     again: int = _AGAIN,
 ) -> tuple[Root, list[torch.Tensor]]:
     leaves, structure = split
@@ -178,16 +200,24 @@ def _prepare_as(
     arguments = [_tensor(leaf, device) for leaf in leaves]
     floats = tuple(i for i, leaf in enumerate(leaves) if type(leaf) is float)
     walk = Walk(jax_fun, structure.fixed)
+    if ti.parametrizations_are_cached() and any(map(torch.nn.utils.parametrize.is_parametrized, walk.modules)):
+        raise TraceError(
+            "parametrize.cached() is open around the call of a function with parametrized modules, which computes them "
+            "at each call, and so would not use what is cached. Open it inside of the function."
+        )
     strides = tuple(map(unusual_stride, arguments))
-    fixed = structure.treedef, structure.moves, floats, recompute, surroundings(), strides
+    with torch._C.DisableTorchFunction():
+        histories = tuple(map(History.of, arguments)) if walk.asks_history else ()
+    fixed = structure.treedef, structure.moves, floats, recompute, surroundings(), strides, histories, is_quiet
 
     def body(*arrays: Any) -> Any:
         args, kwargs = structure.join(weak_float(a) if i in floats else a for i, a in enumerate(arrays))
         return jax_fun(*args, **kwargs)
 
     def prepared(hidden: list[torch.Tensor]) -> tuple[Root, list[torch.Tensor]]:
-        root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk, recompute)
-        root.has_floats = bool(floats)
+        root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk, recompute, is_quiet)
+        root.has_floats, root.histories = bool(floats), histories
+        root.only_maps = getattr(jax_fun, "__dict__", {}).get(_MAPS) is jax_fun
         return root, list(map(ti.unwrap_if_dead, root.inputs))  # state may be left by a transform that is over
 
     grad = torch.is_grad_enabled()
@@ -205,10 +235,15 @@ def _prepare_as(
             hidden = []
             while True:
                 root, tensors = prepared(hidden)
-                program = None if is_transformed(tensors) else find_program(root, tensors)
-                seen = outline(root, tensors) if program is None else program.outline
+                program = None
+                try:
+                    program = None if is_transformed(tensors) else find_program(root, tensors)
+                    seen = outline(root, tensors) if program is None else program.outline
+                except Exception:
+                    if read_count() == read or not again:
+                        raise
                 if read_count() != read and again:  # names that it puts together are followed from now on
-                    return _prepare_as(jax_fun, recompute, args, kwargs, split, again - 1)
+                    return _prepare_as(jax_fun, recompute, args, kwargs, split, is_quiet, again - 1)
                 if not seen.missing:
                     break
                 hidden += seen.missing

@@ -31,8 +31,9 @@ from torch.nn.modules import module as _module
 
 from .contents import EXACTLY_PLAIN, PLAIN, Contents, is_iterator, kind_of
 from .errors import TraceError
+from .flags import FLAGS
 from .keys import Key, Same, memory_of, times_cleared
-from .names import EVERY_METHOD, MATCH_ARGS, UNSEEN, names_of, names_of_libraries, names_read_by, slots_of
+from .names import EVERY_METHOD, HISTORY, MATCH_ARGS, UNSEEN, names_of, names_of_libraries, names_read_by, slots_of
 from .places import Path, Place, path_name, places_of_module
 from .user_code import is_partly_users, is_users, is_users_file
 from .watching import FROZEN, is_clock, may_read_clocks
@@ -45,10 +46,6 @@ _HOOKS_OF_ALL = tuple(f"_global{name}" for name in _HOOKS)
 _SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "environ": os.environ.items,
     "getenv": os.environ.items,
-    "initial_seed": torch.initial_seed,
-    "get_num_threads": torch.get_num_threads,
-    "get_default_device": torch.get_default_device,
-    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     "getcwd": os.getcwd,
     "getcontext": lambda: repr(decimal.getcontext()),
 }
@@ -96,6 +93,9 @@ class Walk(Contents):
         for name in sorted(names & _SURROUNDINGS.keys()):
             found = _SURROUNDINGS[name]()
             self.parts.append((name, tuple(found) if isinstance(found, collections.abc.ItemsView) else found))
+        self.flags = {name: FLAGS[name]() for name in sorted(names & FLAGS.keys())}
+        self.parts += self.flags.items()
+        self.asks_history = HISTORY in names
         self.may_read_clocks = self.met_clock or may_read_clocks(names)
         self.key = Key.of(self.parts)
 
@@ -135,6 +135,8 @@ class Walk(Contents):
             self.seen[id(x)] = len(self.seen)
             self.keep.append(x)
             self._module(x, path)
+        elif kind is complex:
+            add((x.real.hex(), x.imag.hex()))  # which tell 0.0 from -0.0
         elif isinstance(x, slice):
             add(slice)
             self.visit((x.start, x.stop, x.step), path)
@@ -253,6 +255,9 @@ class Walk(Contents):
             self.depth = depth
 
     def _module(self, m: torch.nn.Module, path: Path) -> None:
+        if isinstance(m, torch.jit.ScriptModule):
+            self._script(m, path)
+            return
         cls, fields, add = type(m), m.__dict__, self.parts.append
         self.parts += (cls, m.training)
         self.found_places.append(m)
@@ -278,6 +283,14 @@ class Walk(Contents):
         self._class_part(cls, path)
         self.owner = outer
 
+    def _script(self, m: torch.jit.ScriptModule, path: Path) -> None:
+        self.parts += (Same(m), m.training)
+        if self.is_strict() and any(True for held in (m.parameters(), m.buffers()) for _ in held):
+            raise TraceError(
+                f"{path_name(path) or 'the function'} is a {type(m).__name__}, which runs TorchScript's own code and "
+                "cannot be traced with what it holds. Use the Python module that it was made from."
+            )
+
     def visit_attributes(self, x: Any, path: Path) -> None:
         cls: Any = type(x)
         self.parts.append(cls)
@@ -289,6 +302,7 @@ class Walk(Contents):
         if not is_partly_users(cls) and not isinstance(x, types.SimpleNamespace):
             self.library_object(x, path)
             return
+        self.classes.add(cls)
         depth, self.depth = self.depth, 0
         fields = getattr(x, "__dict__", None)
         names, outer = self.names | names_of_libraries(cls), self.names

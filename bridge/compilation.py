@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from .captures import Walk
 from .context import Call, running
 from .differentiation import DeletedFunction, dependent_outputs
 from .errors import TraceError
-from .graph import unusual_stride
+from .graph import History, unusual_stride
 from .places import Place
 from .pullbacks import Backward, Pullback, independent, pull_back, unread
 from .trees import Structure, flatten, is_array, to_jax_tree
@@ -59,14 +59,17 @@ class Root(Flat):
         captured: Sequence[torch.Tensor],
         walk: Walk,
         recompute: bool,
+        is_quiet: bool = False,
     ) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.key = key, self.grad
+        self.grad, self.is_quiet = torch.is_grad_enabled(), is_quiet
+        self.key = key, self.grad, is_quiet
         self.body, self.count, self.recompute, self.walk = body, len(arguments), recompute, walk
         self.inputs = [*arguments, *captured]
         with torch._C.DisableTorchFunction():
             self.device = common_device(self.inputs)
             self.strides = [unusual_stride(t) for t in arguments]
+        self.histories: Sequence[History] = ()  # of the arguments, if the function asks for it
+        self.only_maps = False  # it takes no derivatives of its own
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.before: list[Entry] = []  # what stood where the call has left something
         self.outline: Outline | None = None
@@ -77,9 +80,11 @@ class Root(Flat):
 
     def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
-        call.key, call.has_floats = key, self.has_floats
+        call.key, call.has_floats, call.is_quiet = key, self.has_floats, self.is_quiet
+        call.only_maps = self.only_maps
         call.tensors.update({id(t): a for t, a in captured})
         call.strides = {id(a): s for a, s in zip(arrays, self.strides, strict=False) if s is not None}
+        call.histories = {id(a): h for a, h in zip(arrays, self.histories, strict=False)}
         call.enter_body()
         try:
             made = to_jax_tree(self.body(*arrays[: self.count]), _none_for_integers)
@@ -225,6 +230,7 @@ class Outline:
     mutated: list[int]  # inputs that take new values: buffers
     carried: list[tuple[int, int]]  # inputs that take results as new values, with their history in autograd
     effects: list[Effect]  # what each call leaves in places
+    regains: bool  # whether results have a history though autograd is off
     strided: str | None  # the line that asks for elements by their place in memory
     met: list[int]  # arguments, and captured tensors that functions read or write
     missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
@@ -235,7 +241,7 @@ class Outline:
         mutated = [i for i, _ in call.updates]
         left = mutated, call.carried, call.effects
         met = [i for i, t in enumerate(root.inputs) if i < root.count or id(t) in call.met]
-        return cls(call.shape, call.results, call.draws, *left, call.strided, met, call.missing)
+        return cls(call.shape, call.results, call.draws, *left, call.regains, call.strided, met, call.missing)
 
 
 def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
@@ -263,6 +269,7 @@ class Program:
         call = Call({}, None, root.device, root.grad)
         call.failures = self._failures = Failures()
         self._lock = threading.Lock()
+        self.read: list[int] = []  # inputs that the backward pass of all outputs reads
         self.flat: set[int] = set()  # inputs whose gradient is zero whatever the cotangents are
         avals = _avals(tensors, root.device)
         with enable_x64(), running(call), as_before(root.before):
@@ -299,7 +306,7 @@ class Program:
             outputs, move, updates = linearize(flat, call, key, self.need, arrays)
             leaves, treedef = flatten(move)
             written = {i for i, _ in (*call.updates, *call.carried)}
-            # A residual that is an input is saved as the tensor, so that torch notices a write to it before backward.
+            # A residual that is an input is kept as the tensor: a write to it before backward can be seen.
             which = [next((i for i, a in enumerate(arrays) if a is leaf and i not in written), None) for leaf in leaves]
             kept[:] = [treedef, which]
             updates = updates if flat is flat.root else []
@@ -319,12 +326,14 @@ class Program:
         pullback = Pullback(treedef, which, saved, residuals, inputs, outputs)
         self._backwards: dict[tuple[bool, ...], Backward | None] = {}
         self._pullback: Pullback | None = None
+        needed = (i for i, n in enumerate(self.need) if n)
+        reads, moves = pullback.reads_and_moves()
+        self.read = list(itertools.compress(self.saved, reads))
+        self.flat = {i for i, has_gradient in zip(needed, moves, strict=True) if not has_gradient}
         if sum(self.moving) > 1:
             self._pullback = pullback
         elif any(self.moving):
-            made = self._backwards[tuple(self.moving)] = pullback.compile(self.moving)
-            needed = (i for i, n in enumerate(self.need) if n)
-            self.flat = {i for i, absent in zip(needed, made.absent, strict=True) if absent}
+            self._backwards[tuple(self.moving)] = pullback.compile(self.moving)
 
     @staticmethod
     def _zero_gradients(flat: Flat, traced: Any) -> list[bool]:
@@ -345,18 +354,26 @@ class Program:
         return made, residuals
 
     def backward(
-        self, saved: Sequence[torch.Tensor], residuals: Any, cotangents: Sequence[torch.Tensor | None]
+        self,
+        tensors: Sequence[torch.Tensor],
+        residuals: Any,
+        cotangents: Sequence[torch.Tensor | None],
+        check: Callable[[Iterable[int]], None],
     ) -> list[torch.Tensor | None] | None:
-        """Gradients for the needed inputs, None where there is none; None if they have to start from the inputs."""
+        """Gradients for the needed inputs, None where there is none; None if they have to start from the inputs.
+
+        ``check`` refuses inputs, of those that the backward pass reads, which were written to after the call.
+        """
         live = tuple(m and c is not None for m, c in zip(self.moving, cotangents, strict=True))
         if not any(live):
             return [None] * sum(self.need)
         program = self._backward_of(live)
         if program is None:
             return None
+        check(i for i, is_read in zip(self.saved, program.reads, strict=True) if is_read)
         with enable_x64():
             given = [tensor_to_array(c.contiguous()) for c, alive in zip(cotangents, live, strict=True) if alive]  # type: ignore[union-attr]
-            found = program.compiled(list(map(tensor_to_array, saved)), residuals, given)
+            found = program.compiled([tensor_to_array(tensors[i]) for i in self.saved], residuals, given)
             made = [None if absent else array_to_tensor(g) for absent, g in zip(program.absent, found, strict=True)]
             self._failures.check()
             return made

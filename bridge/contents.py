@@ -18,10 +18,11 @@ import jax
 import numpy as np
 import torch
 
+from . import locks
 from .errors import TraceError
 from .graph import unusual_stride
 from .keys import Same, of_bytes, of_elements, of_plain
-from .names import EVERY_METHOD, slots_of, strings_in
+from .names import EVERY_METHOD, HISTORY, slots_of, strings_in
 from .places import WRITTEN, Path, Place, Slot, path_name
 from .user_code import is_partly_users, is_users
 from .watching import is_clock
@@ -30,7 +31,7 @@ PLAIN = (
     *(bool, int, str, bytes, complex, type(None), enum.Enum, range),
     *(torch.dtype, torch.device, torch.Size, jax.tree_util.PyTreeDef),
 )
-EXACTLY_PLAIN = frozenset(PLAIN)
+EXACTLY_PLAIN = frozenset(PLAIN) - {complex}
 _MANY = 256  # fields or entries
 _LONG = 10_000  # of a longer list of tensors the function reads some: its trace meets those
 _DEPTH = 3  # of libraries' objects in one another
@@ -52,6 +53,8 @@ class Contents:
         self.owners: list[torch.nn.Module | None] = []
         self.found_places: list[Place | torch.nn.Module] = []
         self.containers: list[tuple[Slot, Any]] = []
+        self.classes: set[type] = set()  # the user's own, of objects that are followed by name
+        self.locks: list[tuple[str, Any]] = []
         self.generators: list[Any] = []  # of Python's and NumPy's random numbers
         self.seen: dict[int, int] = {}
         self.keep: list[object] = []
@@ -81,6 +84,11 @@ class Contents:
             self.parts.append(("tensor", position))
             return
         self.seen[id(x)] = len(self.seen)
+        if torch.nn.parameter.is_lazy(x):
+            raise TraceError(
+                f"{path_name(path)} is a parameter of a lazy module, which has no shape before the module has run: "
+                "call the module once on an example first, as for its optimizer."
+            )
         if x.is_meta:  # of a skeleton, whose parameters are replaced in each call: refused where it is read
             self.parts.append((type(x), x.dtype, x.shape, x.device))
             return
@@ -88,6 +96,8 @@ class Contents:
         self.paths.append(path)
         self.owners.append(self.owner)
         self.parts.append((type(x), x.dtype, x.shape, x.requires_grad, x.device, x.layout, unusual_stride(x)))
+        if HISTORY in self.names:
+            self.parts.append(x.is_leaf)
         if x.__dict__:
             self.visit_fields(x.__dict__, x, path)
 
@@ -174,8 +184,12 @@ class Contents:
             self.visit(x.__repr__.__self__, path)
         elif isinstance(x, torch.Generator):
             self.parts.append(x.initial_seed())
-        elif isinstance(x, threading.Event):
-            self.parts.append(x.is_set())
+        elif isinstance(x, locks.LOCKS):
+            if isinstance(x, threading.Event):
+                self.parts.append(x.is_set())
+            elif not locks.MOVES.isdisjoint(self.names):  # with statements put back what they take
+                self.locks.append((path_name(path), x))
+                self.parts.append(locks.state(x))
         elif isinstance(x, logging.Logger):
             self.parts.append(x.getEffectiveLevel())
         elif type(x).__module__ == "multiprocessing.sharedctypes" and hasattr(x, "get_obj"):

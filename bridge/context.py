@@ -23,6 +23,7 @@ from .versions import mapping_trace
 
 if TYPE_CHECKING:
     from .bindings import Basic, Effect, Entry
+    from .graph import History
     from .places import Place
 
 
@@ -60,10 +61,16 @@ class Call:
     functions: list[Any] = dataclasses.field(default_factory=list)  # kept, for what a derivative asks to record later
     draws: bool = False
     strided: str | None = None  # the line that asks for elements by their place in memory
+    regains: bool = False  # whether a function's results have a history though autograd is off around it
+    only_maps: bool = False  # the call runs functions in slices or steps, and takes no derivatives of its own
+    is_quiet: bool = False  # autograd is off where the call begins, and records what the function switches it on for
     has_floats: bool = False  # Python floats among the arguments are inputs
     strides: dict[int, tuple[int, ...]] = dataclasses.field(
         default_factory=dict
     )  # by id, of arguments in another order
+    histories: dict[int, History] = dataclasses.field(
+        default_factory=dict
+    )  # by id, of arguments, if they are asked for
     failures: Any = None  # where checks of indices report
     shape: Any = None  # the structure of the results
     results: int = 0  # how many tensors the call gives, with what it leaves behind

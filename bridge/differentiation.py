@@ -251,6 +251,7 @@ class Backward:
         self.function, self.need, self.live = function, need, live
         self.graph, self.from_residuals = function.backward(need, live)
         self.saved = function.graph(need).saved
+        self.nodes = self.graph.backward_nodes if self.from_residuals else self.graph.all_backward_nodes
 
     @functools.cached_property
     def avals(self) -> list[Any]:
@@ -277,7 +278,7 @@ class Backward:
                 values.setdefault(ref.node, {})[ref.item] = value
         values.update(zip(graph.cotangents, map(jnp.conj, cotangents), strict=True))
         with enable_x64():
-            run(graph, graph.backward_nodes if self.from_residuals else graph.all_backward_nodes, values, key)
+            run(graph, self.nodes, values, key)
             gradients = [
                 jnp.zeros(aval.shape, aval.dtype)
                 if gradient is None
@@ -327,6 +328,13 @@ class Linear:
         product = self.function.jvp(self.need).program(Forward)
         _, moved = product.jvp([primals[0], *self._inputs(primals[1:])], [None, *self._inputs(tangents[1:])])
         return outs, moved[: len(outs)]
+
+    @property
+    def transposed(self) -> Backward:
+        """The map from cotangents of all outputs."""
+        every = (True,) * len(self.avals)
+        found: Backward = self.function.program(Backward, self.need, every)
+        return found
 
     def transpose(self, residuals: Arrays, cotangents: Sequence[Any]) -> list[Any]:
         """Gradients for cotangents, None for one that is not there."""
@@ -491,12 +499,42 @@ def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         if not any(given):
             continue
         found = [True] * len(equation.outvars)
-        program = equation.params.get("program")
-        while isinstance(program, Batched):
-            program = program.inner
+        program = _program(equation)
         if equation.primitive.name in ("jit", "pjit"):
             found = _depend(equation.params["jaxpr"].jaxpr, given)
         elif isinstance(program, Backward):
             found = [gradient is not None for gradient in program.graph.gradients]
+        elif isinstance(program, Linear):
+            gradients = program.function.graph(program.need).gradients
+            tangents = given[len(given) - len(gradients) :]
+            if not any(given[: len(given) - len(gradients)]):
+                found = [any(t and g is not None for t, g in zip(tangents, gradients, strict=True))] * len(found)
         dependent.update(v for v, f in zip(equation.outvars, found, strict=True) if f)
     return list(map(is_dependent, jaxpr.outvars))
+
+
+def read_inputs(jaxpr: Any) -> list[bool]:
+    """Which inputs of a closed jaxpr have values that count; a linear map is read as its transpose reads it."""
+    return _read(jaxpr.jaxpr)
+
+
+def _read(jaxpr: Any) -> list[bool]:
+    read = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
+    for equation in jaxpr.eqns:
+        reads = [True] * len(equation.invars)
+        program = _program(equation)
+        if equation.primitive.name in ("jit", "pjit"):
+            reads = _read(equation.params["jaxpr"].jaxpr)
+        elif isinstance(program, (Backward, Linear)):
+            whole = program if isinstance(program, Backward) else program.transposed
+            inputs = whole.graph.backward_reads(whole.nodes)
+            reads[1 : 1 + len(inputs)] = inputs  # after the key
+        read.update(v for v, r in zip(equation.invars, reads, strict=True) if r and not isinstance(v, jex.Literal))
+    return [v in read for v in jaxpr.invars]
+
+
+def _program(equation: Any) -> Any:
+    program = equation.params.get("program")
+    while isinstance(program, Batched):
+        program = program.inner
+    return program

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,18 @@ class Meta:
     @property
     def differentiable(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+class History(NamedTuple):
+    """What autograd says of an argument."""
+
+    requires_grad: bool
+    is_leaf: bool
+    has_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> History:
+        return cls(tensor.requires_grad, tensor.is_leaf, tensor.is_leaf and tensor.grad is not None)
 
 
 def unusual_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -231,6 +243,12 @@ class Graph:
             if node is not None and not found.isdisjoint(node.refs()):
                 found.add(i)
         return [isinstance(v, Ref) and v.node in found for v in (*self.outputs, *(v for _, v in self.mutations))]
+
+    def backward_reads(self, nodes: Iterable[int]) -> list[bool]:
+        """Which inputs the nodes of a backward half read."""
+        results = [*self.gradients, *(check.evidence for check in self.backward_checks)]
+        read = {ref.node for i in nodes for ref in self._refs(i)} | {r.node for r in results if isinstance(r, Ref)}
+        return [node in read for node in (*self.inputs, *self.captured)]
 
     def saved_metas(self) -> list[Meta]:
         """What the backward half reads of the forward half, without the inputs themselves."""

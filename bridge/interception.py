@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,10 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
 from .errors import TraceError, memory_refusal, user_line
-from .graph import Meta, Value, depend
+from .graph import History, Meta, Value, depend
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
+from .names import HISTORY, remember_read
 from .recorder import Cut, Recorder
+from .user_code import OWN, asked_by
 
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MASKS = (torch.bool, torch.uint8)
@@ -48,6 +52,12 @@ _STRIDED = (
 )
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _WRITE_GRAD = (torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)  # type: ignore[union-attr]
+_HISTORY = {
+    torch.Tensor.requires_grad.__get__: "requires_grad",  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__: "is_leaf",  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__: "grad_fn",  # type: ignore[union-attr]
+    torch.Tensor.grad.__get__: "grad",  # type: ignore[union-attr]
+}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SWITCHING = (
     *(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__),  # type: ignore[attr-defined]
@@ -107,6 +117,8 @@ class Captured:
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.leaves: dict[int, torch.Tensor] = {}  # to which the gradients belong
         self.initial: list[Value] = []  # of the stand-ins
+        self.enables_grad: Callable[[], None] = lambda: None  # called when the function switches autograd on
+        self.histories: dict[int, History] = {}  # by id, of arguments
 
     def __enter__(self) -> Captured:
         _ACTIVE.recordings.append(self)
@@ -167,7 +179,8 @@ class Captured:
         inner = self.recorder.input(Meta.of_input(tensor))
         leaf = stand_in = ti.to_fun(inner).requires_grad_(differentiable)
         if self.copies and tensor.grad_fn is not None:
-            stand_in = leaf.clone()
+            with torch.enable_grad():  # wherever it is met
+                stand_in = leaf.clone()
         self.inputs.append(inner)
         self.leaves[id(tensor)], self.stand_ins[id(tensor)] = leaf, stand_in
         inner = ti.from_fun(stand_in)  # type: ignore[assignment]
@@ -272,6 +285,8 @@ class Interception(TorchFunctionMode):
         if func in _WRITE_GRAD:
             self._refuse_grad(args[0], "writes")
         given = args
+        if func in _HISTORY:
+            return self._history(_HISTORY[func], args[0])
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
         if self.captured.rows:
             self.captured.check_rows((args, kwargs))
@@ -289,6 +304,8 @@ class Interception(TorchFunctionMode):
             if places and all(isinstance(i, int) or k in places for k, i in enumerate(index)):
                 self.captured.rows = [r for r in self.captured.rows if not r.is_put_back(args[0], index, args[2])]
                 return set_row(args[0], index, args[2])
+        if func is torch._C._set_grad_enabled and args[0] and not torch.is_grad_enabled():
+            self.captured.enables_grad()
         if func in _STRIDED:
             self.captured.strided = user_line()
         if func in _SWITCHING:
@@ -325,6 +342,36 @@ class Interception(TorchFunctionMode):
                 f"{user_line()}: the function writes to .grad of {whose}, which a call does not repeat. Return the "
                 "gradient, and assign it outside."
             )
+
+    def _history(self, name: str, tensor: torch.Tensor) -> Any:
+        """What autograd says of a tensor; of arguments and captured ones, what it says outside."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(OWN):
+            frame = frame.f_back
+        code = asked_by(frame)
+        if code is not None:
+            remember_read(code, (HISTORY,))
+        stand_in = self.captured.stand_in(tensor)
+        with torch._C.DisableTorchFunction():
+            known = self.captured.histories.get(id(tensor))
+            if known is None:
+                known = History(stand_in.requires_grad, tensor.is_leaf, False)
+            requires_grad, is_leaf = known.requires_grad or stand_in.requires_grad, known.is_leaf and stand_in.is_leaf
+            if name == "grad":
+                if known.has_grad:
+                    raise TraceError(
+                        f"{user_line()}: the function reads .grad of an argument, which is no part of the call. Pass "
+                        "the gradient in as an argument."
+                    )
+                return stand_in.grad
+            if name == "requires_grad":
+                return requires_grad
+            if name == "is_leaf":
+                return is_leaf
+            if is_leaf or stand_in.grad_fn is not None:
+                return stand_in.grad_fn
+            with torch.enable_grad():  # one like that of its history, which is outside
+                return torch.zeros((), requires_grad=True).view(()).grad_fn
 
     def _note_cuts(self, result: Any) -> None:
         """Remember what a user's backward pass computed without autograd, which is asked for its derivative."""

@@ -17,6 +17,8 @@ EVERY_FIELD = frozenset({"vars", "__dict__", "dir", "__getstate__", "__reduce__"
 EVERY_METHOD = frozenset({"attrgetter", "methodcaller", "__getattribute__", "getmembers", "getattr_static"})
 UNSEEN = EVERY_FIELD | EVERY_METHOD
 MATCH_ARGS = "__match_args__"
+# Stands among the names of code that was seen to ask for a tensor's part in autograd (no name has a dot in it).
+HISTORY = ".requires_grad"
 
 _IN_BRACES = re.compile(r"\{\w*((?:\.\w+|\[\w+\])+)")
 # What code was seen to look up by names that do not stand in it. Code is compared by its content.

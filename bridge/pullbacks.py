@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .differentiation import dependent_outputs
+from .differentiation import dependent_outputs, read_inputs
 
 
 def pull_back(move: Any, inputs: Sequence[Any], live: Sequence[bool], cotangents: Sequence[Any]) -> list[Any]:
@@ -32,10 +32,11 @@ def _with_outputs(move: Any, inputs: Sequence[Any], live: Sequence[bool]) -> Any
 
 
 class Backward(NamedTuple):
-    """A compiled backward pass, and which of its gradients there are none: these are zeros."""
+    """A compiled backward pass, and which of its gradients there are none (zeros)."""
 
     compiled: Any
     absent: list[bool]
+    reads: list[bool]  # which of the saved inputs count
 
 
 @dataclasses.dataclass
@@ -49,15 +50,29 @@ class Pullback:
     inputs: list[Any]
     outputs: list[Any]
 
+    def _move(self, saved: Sequence[Any], residuals: Sequence[Any]) -> Any:
+        inputs, made = iter(saved), iter(residuals)
+        return self.treedef.unflatten([next(made) if i is None else next(inputs) for i in self.which])
+
     def compile(self, live: Sequence[bool]) -> Backward:
         def backward(saved: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            inputs, made = iter(saved), iter(residuals)
-            move = self.treedef.unflatten([next(made) if i is None else next(inputs) for i in self.which])
-            return pull_back(move, self.inputs, live, cotangents)
+            return pull_back(self._move(saved, residuals), self.inputs, live, cotangents)
 
         traced = jax.jit(backward).trace(self.saved, self.residuals, list(itertools.compress(self.outputs, live)))
         absent = independent(traced.jaxpr, len(self.saved) + len(self.residuals))
-        return Backward(traced.lower().compile(), absent)
+        return Backward(traced.lower().compile(), absent, read_inputs(traced.jaxpr)[: len(self.saved)])
+
+    def reads_and_moves(self) -> tuple[list[bool], list[bool]]:
+        """Which saved inputs the backward pass of all outputs reads, and which inputs have a gradient."""
+
+        def move(saved: Sequence[Any], residuals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            return self._move(saved, residuals)(*tangents)
+
+        traced = jax.make_jaxpr(move)(self.saved, self.residuals, self.inputs)
+        first = len(self.saved) + len(self.residuals)
+        places = range(first, first + len(self.inputs))
+        moves = [any(dependent_outputs(traced, [i == p for i in range(len(traced.in_avals))])) for p in places]
+        return read_inputs(traced)[: len(self.saved)], moves
 
 
 def independent(jaxpr: Any, first: int) -> list[bool]:

@@ -15,12 +15,15 @@ from .bindings import UNKNOWN, Bound, Effect, Made, Results, View, unwrapped, wh
 from .captures import Walk
 from .errors import TraceError, WrittenLeaf, is_raised_by_jax, user_line
 from .escapes import traced_tensor_in
+from .flags import answering
+from .graph import History
 from .interception import recording
+from .names import HISTORY, remember_read
 from .places import read_entry, write
 from .side_effects import ArgumentContainers, Scratch, Watched, tensors_in
 from .torch2jax_engine import is_interpreted
 from .trees import Structure, to_jax_tree, to_torch_tree
-from .watching import watching
+from .watching import watching, watching_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Mode:
     once: bool  # for the whole call, not per example or in chunks
     grad: bool  # whether autograd records
     tracked: tuple[bool, ...]  # which arguments are differentiated
+    histories: tuple[History | None, ...]  # of the arguments, where they are known and asked for
     surroundings: Hashable
 
 
@@ -47,6 +51,7 @@ class FlatFunction:
         self.effects: list[Effect] = []
         self.scratch: list[Scratch] = []
         self.carried: list[int] = []  # captured tensors that were written to in place, with a history in autograd
+        self.regains = False  # whether results have a history though autograd is off
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.captured: list[torch.Tensor] | None = None  # set when the function has been traced
         self._before_backward: Watched | None = None
@@ -90,6 +95,9 @@ class FlatFunction:
         self.strided = current.strided
         if not self.mode.once:
             return results.tensors
+        if not self.mode.grad:
+            with torch._C.DisableTorchFunction():
+                self.regains = any(t.grad_fn is not None for t in results.tensors)
         stand_ins = [current.stand_ins[id(t)] for t in current.tensors]
         with torch._C.DisableTorchFunction():
             self.carried = [i for i, t in enumerate(stand_ins) if t._version and t.grad_fn is not None]
@@ -137,10 +145,21 @@ class FlatFunction:
     def _run(self, tensors: Any) -> Any:
         args, kwargs = to_torch_tree(self._structure.join(tensors))
         containers = ArgumentContainers(args, kwargs)
+        current = recording()
+        if current is not None:
+            pairs = zip(tensors, self.mode.histories, strict=True)
+            current.enables_grad = self._note_autograd
+            current.histories = {id(t): history for t, history in pairs if history is not None}
+            for tensor, history in zip(tensors, self.mode.histories, strict=True):
+                if not self.mode.grad and history is not None and history.requires_grad:  # it may switch autograd on
+                    tensor.requires_grad_()
         try:
             with contextlib.ExitStack() as scope:
                 if self._is_interpreted:
                     scope.enter_context(watching(self.walk.may_read_clocks))
+                else:
+                    scope.enter_context(answering(self.walk.flags))
+                    scope.enter_context(watching_fields(self.walk.classes, self.walk.names))
                 if not self.mode.once:
                     scope.enter_context(_NoBatchStatistics(self.walk))
                 if not self.mode.grad and not self._is_interpreted:
@@ -163,6 +182,12 @@ class FlatFunction:
                 f"{user_line(error)}: JAX code was given a torch tensor. If the function is written in JAX, "
                 "mark it with microtome.torch_api.jax_function; else stay in torch ops there."
             ) from error
+
+    def _note_autograd(self) -> None:
+        """The function switches autograd on: what its arguments have there matters, whatever the caller has."""
+        code = self.walk.user_code
+        if self.mode.once and not self.mode.grad and code is not None:
+            remember_read(code, (HISTORY,))
 
     def _is_tensor(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) or (self._is_interpreted and is_interpreted(leaf))

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from . import locks
 from . import torch_internals as ti
 from .bindings import UNKNOWN, Bound, Constant, Effect, Entry, Moved, Results
 from .captures import Walk
@@ -63,6 +64,7 @@ class Watched:
         self._before = list(map(read, self.places))
         self._arrays = [(name, array, array.copy()) for name, array in walk.arrays]
         self._sets = [(slot[1], x, set(x)) for slot, x in walk.containers if isinstance(x, set)]
+        self._locks = [(name, lock, locks.state(lock)) for name, lock in walk.locks]
         self._caches = [(fun, fun.cache_info().misses) for fun in walk.caches]
         self._fields = [
             (t, dict(t.__dict__), path_name(path)) for t, path in zip(walk.tensors, walk.paths, strict=True)
@@ -78,6 +80,8 @@ class Watched:
         for _, members, started in self._sets:
             members.intersection_update(started)
             members.update(started)
+        for _, lock, started in self._locks:
+            locks.put_back(lock, started)
         self._empty_caches()
 
     def _empty_caches(self) -> None:
@@ -87,12 +91,18 @@ class Watched:
                 empty_cache(fun)
 
     def check(self) -> None:
-        """Refuse writes that no call could repeat: to NumPy's arrays, and of tensors to sets."""
+        """Refuse writes that no call could repeat: to NumPy's arrays and locks, and of tensors to sets."""
         for name, array, before in self._arrays:
             if array.tobytes() != before.tobytes():
                 raise TraceError(
                     f"the function writes to {name}, a NumPy array, which it would do once, while it is traced. Make "
                     "it a tensor, or pass it in."
+                )
+        for name, lock, state in self._locks:
+            if locks.state(lock) != state:
+                raise TraceError(
+                    f"{user_line()}: the function leaves {name} ({type(lock).__name__}) other than it found it, "
+                    "which it would do once, while it is traced. Do that outside of it."
                 )
         for name, members, started in self._sets:
             for value in members - started:
@@ -137,8 +147,8 @@ class Watched:
         # What stood somewhere: a container or an object that is put elsewhere stays the same one.
         standing = {
             id(value): Moved(number, key)
-            for number, before in (enumerate(self._before) if changes else ())
-            for key, value in before.items()
+            for number, content in (enumerate(self._before) if changes else ())
+            for key, value in content.items()
             if not isinstance(value, (torch.Tensor, *_PLAIN))
         }
         results.expect(t for _, _, _, new in changes for t in tensors_in(new))
@@ -146,6 +156,7 @@ class Watched:
         for number, key, old, new in changes:
             place = self.places[number]
             is_appended = place.is_sequence and old is ABSENT
+            before = old if old is ABSENT or _is_plain(old) else UNKNOWN
             if id(new) in standing and not (tensors_in(new) and _is_mirror(old, new, place)):
                 effects.append(Effect(number, key, UNKNOWN, standing[id(new)]))
             elif tensors_in(new):
@@ -154,9 +165,9 @@ class Watched:
                     if bound is None:
                         scratch.append(_scratch(place, key, old, new, results))
                     else:
-                        effects.append(Effect(number, key, UNKNOWN, bound))
+                        effects.append(Effect(number, key, before, bound))
             elif new is ABSENT or (_is_plain(new) and not (is_appended and number not in growing)):
-                effects.append(Effect(number, key, old if old is ABSENT or _is_plain(old) else UNKNOWN, new))
+                effects.append(Effect(number, key, before, new))
             else:
                 _check_holds_no_trace(new, place.name(key))
                 # What a library keeps for itself is made again.
@@ -172,7 +183,7 @@ class Watched:
             # Entries that were appended to a list are taken away from its end.
             for key in reversed(keys) if place.is_sequence else keys:
                 old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-                if old is not new and not (_is_plain(old) and type(old) is type(new) and old == new):
+                if old is not new and not _is_same(old, new):
                     yield number, key, old, new
 
 
@@ -249,6 +260,11 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def _is_same(old: Any, new: Any) -> bool:
+    """Whether plain values are the same, 0.0 and -0.0 told apart, and 1 and True in tuples."""
+    return _is_plain(old) and type(old) is type(new) and bool(old == new) and repr(old) == repr(new)
+
+
 class ArgumentContainers:
     """The lists, dicts and dataclasses among the arguments: they are the call's own, and writes to them are lost."""
 
@@ -271,7 +287,7 @@ class ArgumentContainers:
         for name, container, before in self._before:
             for key, value in (_content(container) or {}).items():
                 old = before.get(key, ABSENT)
-                if value is not old and not (_is_plain(value) and type(value) is type(old) and value == old):
+                if value is not old and not _is_same(old, value):
                     raise TraceError(
                         f"the function writes to {name}[{key!r}], an entry of a container among its arguments, which "
                         "the caller would not see. Return the new value, or work on a copy of the container."

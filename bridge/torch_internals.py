@@ -90,6 +90,7 @@ __all__ = [
     "load_dynamo",
     "map_tensors",
     "no_dispatch",
+    "parametrizations_are_cached",
     "plain_kernels",
     "proxies_are_active",
     "storage_key",
@@ -212,6 +213,42 @@ def function_modes_in_backward() -> Iterator[None]:
         autograd.has_torch_function = original
 
 
+_inference = threading.local()
+
+
+def asks_inference(default: bool) -> bool:
+    """Whether inference mode is on for the code that is recorded, where ``default`` says that of its caller."""
+    modes = getattr(_inference, "modes", ())
+    return modes[-1] if modes else default
+
+
+@contextlib.contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """While recording: tensors of inference mode cannot be told of writes, and so it only switches autograd off."""
+    inference: Any = torch.inference_mode
+    enter, leave = inference.__enter__, inference.__exit__
+    here = _this_thread()
+
+    def entered(mode: Any) -> None:
+        if not here():
+            enter(mode)
+            return
+        _inference.modes = [*getattr(_inference, "modes", ()), mode.mode]
+        mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
+
+    def left(mode: Any, *error: Any) -> None:
+        if here():
+            _inference.modes.pop()
+        leave(mode, *error)
+
+    inference.__enter__, inference.__exit__ = entered, left
+    try:
+        yield
+    finally:
+        inference.__enter__, inference.__exit__ = enter, leave
+        _inference.modes = []
+
+
 def _with_none(fun: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, **options: Any) -> Callable[..., Any]:
     """``torch.func.vmap`` of a function that may return None in places, as a gradient does."""
     absent: list[bool] = []
@@ -257,6 +294,12 @@ def load_dynamo() -> None:
     importlib.import_module("torch._dynamo")
     if before is None:
         os.environ.pop(name, None)
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether ``torch.nn.utils.parametrize.cached()`` is open."""
+    parametrizing: Any = torch.nn.utils.parametrize
+    return bool(parametrizing._cache_enabled)
 
 
 def proxies_are_active() -> bool:
@@ -395,7 +438,12 @@ def plain_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         torch._C._set_mkldnn_enabled(False)  # (torch.backends.mkldnn.flags would also touch, and warn of, TF32)
         # A compiled module or function runs as what it was compiled from.
-        with sdpa_kernel(SDPBackend.MATH), newer_vmaps(), torch.compiler.set_stance("force_eager"):
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            newer_vmaps(),
+            inference_as_no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
     finally:
         fake_log.disabled = False

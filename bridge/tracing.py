@@ -169,6 +169,7 @@ class _Traced:
             made = self._find(structure, arrays, walk, outer)
             if outer is not None:
                 outer.functions.append(made)
+                outer.regains = outer.regains or made.flat.regains
             captured = self._captured(made.tracing, outer)
             make_key = functools.partial(_draw_key, key, rows, outer, walk.key, arrays)
             results = made.tracing.call(make_key, [*arrays, *captured])
@@ -188,8 +189,13 @@ class _Traced:
         strides = {} if outer is None else outer.strides
         metas = [Meta(torch_dtype(a.dtype), a.shape, device, strides.get(id(a))) for a in arrays]
         once = _runs_whole(outer, arrays)
-        grad = outer is None or not once or outer.grad
-        mode = Mode(once, grad, tuple(map(_is_differentiated, arrays)), surroundings())
+        if once:
+            grad = outer is None or (outer.grad and not outer.is_quiet)
+        else:  # of a derivative that the call takes, whatever autograd does around it
+            grad = outer is None or outer.grad or not outer.only_maps
+        histories = {} if outer is None else outer.histories
+        own = tuple(histories.get(id(a)) for a in arrays)
+        mode = Mode(once, grad, tuple(map(_is_differentiated, arrays)), own, surroundings())
         form = structure.treedef, structure.moves, tuple(metas), mode
         made = self._made.get((form, walk.key))
         if made is None:

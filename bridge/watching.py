@@ -21,7 +21,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -216,6 +216,35 @@ def _is_followed_by_name(thing: Any, name: str) -> bool:
     return isinstance(thing, (types.SimpleNamespace, types.FunctionType)) or any(map(is_users, kind.__mro__))
 
 
+@contextlib.contextmanager
+def watching_fields(classes: Iterable[type], names: frozenset[str]) -> Iterator[None]:
+    """While this thread runs the user's code: see what libraries read of the objects of his classes.
+
+    ``names`` are those that the walk over the function follows already.
+    """
+    owner, patched = threading.get_ident(), []
+
+    def read(thing: Any, name: str) -> Any:
+        if name not in names and threading.get_ident() == owner and not name.startswith("__"):
+            frame = sys._getframe(1)
+            code = asked_by(frame) if reader(frame.f_code.co_filename) == "library" else None
+            if code is not None:
+                remember_read(code, (name,))
+        return object.__getattribute__(thing, name)
+
+    try:
+        for cls in classes:
+            own: Any = cls.__getattribute__
+            if own is object.__getattribute__ and not issubclass(cls, torch.Tensor):
+                with contextlib.suppress(TypeError, AttributeError):  # of a class that is closed
+                    cls.__getattribute__ = read  # type: ignore[method-assign]
+                    patched.append(cls)
+        yield
+    finally:
+        for cls in patched:
+            del cls.__getattribute__
+
+
 def _runs_code(original: Any) -> Any:
     def run(source: Any, globals: Any = None, locals: Any = None, **options: Any) -> Any:
         frame = sys._getframe(1)
@@ -271,6 +300,15 @@ def _opens(original: Any) -> Any:
     return open
 
 
+def _moves_event(original: Any) -> Any:
+    def move(event: threading.Event) -> None:
+        if _ACTIVE.depth and event.is_set() != (original.__name__ == "set") and asked_by(sys._getframe(1)) is not None:
+            _refuse("sets or clears a threading.Event, which it would do once", "do that outside of the function.")
+        original(event)
+
+    return move
+
+
 def _asks_outside(what: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         def ask(*args: Any, **kwargs: Any) -> Any:
@@ -289,6 +327,7 @@ _WATCHED: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (builtins, "globals", _globals),
     (importlib, "import_module", _imports),
     *((owner, "open", _reads_file) for owner in (builtins, io)),
+    *((threading.Event, name, _moves_event) for name in ("set", "clear")),
     (builtins, "input", _asks_outside("the user")),
     (os, "open", _opens),
     *((os, name, _asks_outside("the file system")) for name in ("stat", "listdir", "scandir")),

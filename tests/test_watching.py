@@ -938,12 +938,13 @@ def test_names_are_followed_in_losses_of_transforms() -> None:
 
 def test_other_threads_and_profilers_are_left_alone() -> None:
     seen: list[str] = []
-    entered, done = threading.Event(), threading.Event()
+    entered, done = list[int](), threading.Event()
     error: list[BaseException] = []
 
     def other() -> None:
         try:
-            entered.wait(60)
+            while not entered:
+                time.sleep(0.01)
             assert time.time() > 0
             assert getattr(Thing(), _put("s", "0")) == 2.0
             assert globals()["NUMBER"] == 2.0
@@ -954,7 +955,7 @@ def test_other_threads_and_profilers_are_left_alone() -> None:
         done.set()
 
     def fun(x: torch.Tensor) -> torch.Tensor:
-        entered.set()
+        entered.append(1)
         done.wait(60)
         return x * (2.0 if time else 3.0)  # the name makes the trace look for clocks
 
@@ -970,7 +971,7 @@ def test_other_threads_and_profilers_are_left_alone() -> None:
         assert sys.getprofile() is profile
     finally:
         sys.setprofile(None)
-        entered.set()
+        entered.append(1)
         thread.join()
     assert not error
     assert "fun" in seen
@@ -1017,3 +1018,75 @@ def test_states_of_the_standard_library_and_hooks_of_all_modules() -> None:
             finally:
                 while hook:
                     hook.pop().remove()
+
+
+_LIBRARY = """
+def number(x, thing): return x * thing.factor
+def tensor(x, thing): return x * thing.weight
+def held(x, thing): return x * thing.inner.factor
+def method(x, thing): return thing.compute(x)
+def attribute_of_class(x, thing): return x * thing.shared
+def derived(x, thing): return x * thing.twice
+def slot(x, thing): return x * thing.slotted.factor
+def chosen(x, thing): return x * thing.factor if thing.flag else x
+def by_default(x, thing): return x * getattr(thing, "missing", 3.0)
+"""
+
+
+class _Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+
+class _Handed:
+    shared = 2.0
+
+    def __init__(self) -> None:
+        self.factor, self.weight, self.flag, self.slotted = 2.0, torch.ones(2), True, _Slotted()
+        self.inner = self if type(self) is not _Handed else _Inner()
+
+    @property
+    def twice(self) -> float:
+        return 2 * self.factor
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return x + _OFFSETS["a"]
+
+
+class _Inner(_Handed):
+    pass
+
+
+_OFFSETS = {"a": 1.0}
+_CHANGES: dict[str, Callable[[Any], list[Change]]] = {
+    "number": lambda t: _sets(t, "factor", 3.0),
+    "tensor": lambda t: [*_sets(t, "weight", torch.full((2,), 5.0)), lambda: t.weight.mul_(2)],
+    "held": lambda t: _sets(t.inner, "factor", 3.0),
+    "method": lambda t: _items(_OFFSETS, "a", 4.0),
+    "attribute_of_class": lambda t: _sets(type(t), "shared", 3.0),
+    "derived": lambda t: _sets(t, "factor", 3.0),
+    "slot": lambda t: _sets(t.slotted, "factor", 3.0),
+    "chosen": lambda t: _sets(t, "flag", False),
+    "by_default": lambda t: [lambda: setattr(t, "missing", 5.0)],
+}
+
+
+@pytest.mark.parametrize("name", _CHANGES)
+def test_what_a_library_reads_of_an_object_of_the_users_is_never_stale(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_OFFSETS, "a", 1.0)
+    monkeypatch.setattr(_Handed, "shared", 2.0)
+    library: dict[str, Any] = {}
+    file = os.path.join(os.path.dirname(os.path.dirname(np.__file__)), "somebodys", "code.py")
+    exec(compile(_LIBRARY, file, "exec"), library)
+    thing, inside = _Handed(), library[name]
+    fun = lambda x: inside(x, thing)
+    made, x = as_torch(as_jax(fun)), torch.ones(2)
+    assert torch.equal(made(x), fun(x))
+    for change in _CHANGES[name](thing):
+        change()
+        assert torch.equal(made(x), fun(x))
+    assert "__getattribute__" not in vars(_Handed)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import jax_impl
+from ..bridge.calling import only_maps
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import to_jax_tree
 from ..jax_impl.chunking import mapped_in_chunks
@@ -79,6 +80,7 @@ def chunked_vmap(
         again = functools.partial(jax.checkpoint, prevent_cse=False)  # a scan needs no guard against merging the passes
         return mapped_in_chunks(traced, chunk_size, tuple(axes[:count]), to_jax_tree(out_axes), again)(*args, **kwargs)
 
+    only_maps(run, traced)
     return finish(run, fun, lambda *args, **kwargs: ())
 
 

@@ -12,6 +12,7 @@ import torch
 
 from .. import jax_impl
 from ..bridge import lift
+from ..bridge.calling import only_maps
 from ..bridge.differentiation import torch_call_p, torch_linear_p
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import Rows, flatten, to_jax_tree, without_rows
@@ -166,6 +167,7 @@ def microbatch(
         args, kwargs = number_rows(traced, targets, axes, args, kwargs)
         return transform(in_axes=tuple(axes), num_real_microbatches=num_real)(*args, **kwargs)
 
+    only_maps(run, traced)
     return finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
 
 
@@ -214,6 +216,7 @@ def micro_vmap(
         args, kwargs = number_rows(traced, [*range(count), *others], axes, args, kwargs)
         return transform(in_axes=tuple(axes[:count]), num_real_microbatches=num_real)(*args, **kwargs)
 
+    only_maps(run, traced)
     return finish(run, fun, lambda *args, **kwargs: (num_real_microbatches,))
 
 

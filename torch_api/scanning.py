@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from .. import jax_impl
 from ..bridge import as_torch
+from ..bridge.calling import only_maps
 from ..bridge.captures import is_traced
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import Rows
@@ -127,6 +128,7 @@ def _scan(scan: Fun, f: Fun, init: Any, xs: Any, options: dict[str, Any]) -> Any
     def run(init: Any, xs: Any) -> Any:
         return scan(traced, init, _numbered(traced, xs, options["length"]), **options)
 
+    only_maps(run, traced)
     return as_torch(run)(*numbers_to_tensors((init, xs)))
 
 
