@@ -31,7 +31,7 @@ from torch.nn.modules import module as _module
 
 from .contents import EXACTLY_PLAIN, PLAIN, Contents, is_iterator, kind_of
 from .errors import TraceError
-from .flags import FLAGS
+from .flags import FLAGS, asked_by_function
 from .keys import Key, Same, memory_of, times_cleared
 from .names import EVERY_METHOD, HISTORY, MATCH_ARGS, UNSEEN, names_of, names_of_libraries, names_read_by, slots_of
 from .places import Path, Place, path_name, places_of_module
@@ -218,6 +218,7 @@ class Walk(Contents):
         user = is_users_file(code.co_filename)
         if not user and not f.__closure__ and not f.__defaults__ and not f.__kwdefaults__:
             self.met_clock = self.met_clock or is_clock(f)
+            self.met |= asked_by_function(f)
             self.parts.append(Same(f))
             return
         self.parts += (code, f.__module__, code.co_filename)

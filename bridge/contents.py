@@ -20,6 +20,7 @@ import torch
 
 from . import locks
 from .errors import TraceError
+from .flags import asked_by_function
 from .graph import unusual_stride
 from .keys import Same, of_bytes, of_elements, of_plain
 from .names import EVERY_METHOD, HISTORY, slots_of, strings_in
@@ -109,6 +110,7 @@ class Contents:
         """A function or a bound method written in C: ``table.get`` holds its table."""
         owner = getattr(x, "__self__", None)
         self.met_clock = self.met_clock or is_clock(x)
+        self.met |= asked_by_function(x)
         if x is getattr or x is hasattr:
             self.met |= EVERY_METHOD  # called with names that cannot be seen
         if owner is None or isinstance(owner, (types.ModuleType, type)):

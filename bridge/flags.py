@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import torch_internals as ti
+from .errors import TraceError
 from .user_code import reader
 
 _OF_TORCH = (
@@ -61,6 +62,22 @@ FLAGS: dict[str, Callable[[], Any]] = {
     "fill_uninitialized_memory": lambda: _MEMORY.fill_uninitialized_memory,
 }
 _MKLDNN: Any = inspect.getattr_static(torch.backends.mkldnn, "enabled", None)
+
+
+_SET_ASIDE = ("is_inference_mode_enabled", "is_anomaly_enabled", "is_anomaly_check_nan_enabled")
+
+
+def asked_by_function(fun: Any) -> frozenset[str]:
+    """The name of the switch that a function of torch's tells, for one that the user's code holds itself."""
+    name = getattr(fun, "__name__", "")
+    if name not in FLAGS or getattr(_FUNCTIONS.get(name), name, None) is not fun:
+        return frozenset()
+    if name in _SET_ASIDE and FLAGS[name]():
+        raise TraceError(
+            f"the function holds torch.{name} itself, which says no while the function is traced. Call it by its name "
+            f"there: torch.{name}()."
+        )
+    return frozenset({name})
 
 
 @contextlib.contextmanager

@@ -213,13 +213,17 @@ def function_modes_in_backward() -> Iterator[None]:
         autograd.has_torch_function = original
 
 
-_inference = threading.local()
+class _Inference(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[bool] = []  # of the code that is recorded, innermost last
+
+
+_INFERENCE = _Inference()
 
 
 def asks_inference(default: bool) -> bool:
     """Whether inference mode is on for the code that is recorded, where ``default`` says that of its caller."""
-    modes = getattr(_inference, "modes", ())
-    return modes[-1] if modes else default
+    return _INFERENCE.modes[-1] if _INFERENCE.modes else default
 
 
 @contextlib.contextmanager
@@ -233,20 +237,21 @@ def inference_as_no_grad() -> Iterator[None]:
         if not here():
             enter(mode)
             return
-        _inference.modes = [*getattr(_inference, "modes", ()), mode.mode]
+        _INFERENCE.modes.append(mode.mode)
         mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
 
     def left(mode: Any, *error: Any) -> None:
         if here():
-            _inference.modes.pop()
+            _INFERENCE.modes.pop()
         leave(mode, *error)
 
     inference.__enter__, inference.__exit__ = entered, left
+    outer, _INFERENCE.modes = _INFERENCE.modes, []  # this may be a recording within another
     try:
         yield
     finally:
         inference.__enter__, inference.__exit__ = enter, leave
-        _inference.modes = []
+        _INFERENCE.modes = outer
 
 
 def _with_none(fun: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, **options: Any) -> Callable[..., Any]:

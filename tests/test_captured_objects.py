@@ -196,3 +196,15 @@ def test_tables_that_the_first_call_fills_are_filled_once_for_derivatives_too() 
             torch.testing.assert_close(derivative(fun), expected)
         assert len(held.rows) == 3
         assert torch.equal(held.table[torch.float32], torch.full((2,), 3.0))
+
+
+def test_a_recording_within_another_knows_its_own_inference_mode() -> None:
+    inner = mt.microbatch(lambda row: row * 2, 0, 1, mt.AccumulationType.CONCAT)
+
+    def fun(x: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            within = inner(x)
+            asked = 1.0 + torch.is_inference_mode_enabled()
+        return within, inner(x) + torch.is_inference_mode_enabled(), x * asked
+
+    torch.testing.assert_close(_through(fun)(X), (X * 2, X * 2, X * 2))

@@ -117,6 +117,18 @@ def test_a_function_that_asks_for_a_switch_of_torchs_is_told_what_its_caller_has
         assert torch.equal(as_torch(as_jax(fun))(x), fun(x))
 
 
+def test_a_function_of_torchs_that_is_held_under_another_name_is_never_stale() -> None:
+    threads, mha, inference = torch.get_num_threads, _BACKENDS.mha.get_fastpath_enabled, torch.is_inference_mode_enabled
+    made = as_torch(as_jax(lambda x: x * threads()))
+    for number in (3, 4):
+        with _called(torch.set_num_threads, number, torch.get_num_threads()):
+            assert made(torch.ones(())) == number
+    held = as_torch(as_jax(lambda x: x * (2.0 if inference() else 3.0) + 0 * (mha is None)))
+    assert held(torch.ones(())) == 3
+    with torch.inference_mode(), pytest.raises(TypeError, match=r"holds torch.is_inference_mode_enabled itself"):
+        held(torch.ones(()))
+
+
 def _by_grad_mode(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x) * (2.0 if torch.is_grad_enabled() else 3.0)
 
