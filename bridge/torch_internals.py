@@ -39,6 +39,7 @@ try:
     from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._higher_order_ops import effects
+    from torch._ops import OpOverloadPacket, _OpNamespace
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -56,7 +57,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"microtome records torch functions through parts of torch that torch {torch.__version__} has moved ({error}); "
-        "it is tested with torch 2.13: please install that one."
+        "it works with torch 2.13 to 2.15: please install one of these."
     ) from error
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "FunctionalTensorMode",
     "Substitution",
     "TorchDispatchMode",
+    "absent_ops",
     "active_substitutions",
     "are_functorch_transforms_active",
     "blank",
@@ -178,6 +180,42 @@ def _this_thread() -> Callable[[], bool]:
     """A function that says whether it is called in the thread that asked for it: other threads see torch as it is."""
     owner = threading.get_ident()
     return lambda: threading.get_ident() == owner
+
+
+class _AbsentOp:
+    """Stands for an op that torch does not have, and for its overloads: equal to no op."""
+
+    def __getattr__(self, name: str) -> _AbsentOp:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+@contextlib.contextmanager
+def absent_ops() -> Iterator[None]:
+    """While another library names ops of several releases of torch: those that this one lacks are no error."""
+    kinds: tuple[Any, Any] = (_OpNamespace, OpOverloadPacket)
+    originals = [kind.__getattr__ for kind in kinds]
+    here = _this_thread()
+
+    def tolerant(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def find(owner: Any, name: str) -> Any:
+            try:
+                return original(owner, name)
+            except AttributeError:
+                if name.startswith("__") or not here():
+                    raise
+                return _AbsentOp()
+
+        return find
+
+    try:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.__getattr__ = tolerant(original)
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.__getattr__ = original
 
 
 @contextlib.contextmanager

@@ -1,15 +1,20 @@
 """What the wheel ships, and what importing the packages loads."""
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from test_readme import BLOCKS, promised
 
 import microtome
 
@@ -17,8 +22,12 @@ ROOT = Path(__file__).parent.parent
 PARTS = ("bridge", "jax_impl", "torch_api")
 
 
-def _run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+PIP = ("-m", "pip", "--disable-pip-version-check")
+
+
+def _run(*command: str | Path, input: str = "", **where: Any) -> str:
+    command = tuple(map(os.fspath, command))
+    result = subprocess.run(command, input=input, capture_output=True, text=True, check=False, **where)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -31,7 +40,7 @@ def _tree(suffix: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Built from a copy: setuptools keeps what it copied into build/ from earlier runs and would ship that again.
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "py.typed"):
@@ -39,9 +48,14 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     for part in PARTS:
         shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel")
-    _run(*pip, "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", os.fspath(target), os.fspath(source))
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", target)
+    _run(sys.executable, *PIP, "wheel", *options, source)
     (wheel,) = target.glob("microtome-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
@@ -64,6 +78,36 @@ def test_wheel_holds_nothing_else(wheel_names: set[str]) -> None:
 def test_every_package_is_typed(wheel_names: set[str]) -> None:
     packages = {name.removesuffix("__init__.py") for name in wheel_names if name.endswith("/__init__.py")}
     assert {f"{package}py.typed" for package in packages} == {name for name in wheel_names if name.endswith("py.typed")}
+
+
+# Prints where microtome was imported from, then what each of the README's blocks printed.
+README_PROGRAM = """
+import contextlib, io, json, sys
+blocks, printed = json.load(sys.stdin), []
+for block in blocks:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    printed.append(text.getvalue().splitlines())
+import microtome
+print(json.dumps([microtome.__file__, printed]))
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_runs_the_readme_with_the_newest_releases(wheel: Path) -> None:
+    if shutil.disk_usage(tempfile.gettempdir()).free < 13e9:
+        pytest.skip("the disk has no 13 GB for a second torch, which may be one with CUDA")
+    with tempfile.TemporaryDirectory() as folder:  # pytest would keep it for three runs
+        venv.create(folder, with_pip=True)
+        python = Path(folder, "bin", "python")
+        # Of the environment around, pip and Python heed nothing that points into this repository.
+        outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON") and k != "PIP_CONSTRAINT"}
+        _run(python, *PIP, "install", wheel, env=outside, cwd=folder)
+        command = (python, "-I", "-W", "error::UserWarning", "-W", "error::RuntimeWarning", "-c", README_PROGRAM)
+        out = _run(*command, input=json.dumps(BLOCKS), env=outside, cwd=folder)
+    found, printed = json.loads(out)
+    assert Path(found).is_relative_to(Path(folder).resolve())
+    assert printed == [promised(block) for block in BLOCKS]
 
 
 def _requirements(*, without: tuple[str, ...] = ()) -> list[str]:
