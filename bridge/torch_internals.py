@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch.nn.utils.parametrize
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from .errors import refuse_backward, refuse_seed, refuse_tracer
 
@@ -52,9 +54,16 @@ try:
     from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+    # The function that makes a checkpoint's second pass. Its name differs between releases, and a wrapper that nothing
+    # calls keeps the older one: patched there, a second pass would silently read other parameters.
+    (CHECKPOINTING,) = (
+        name
+        for name, value in vars(checkpoint).items()
+        if isinstance(value, FunctionType) and "_CheckpointFrame" in value.__code__.co_names
+    )
     # The slot just below functionalisation: ops arrive there after autograd and with every in-place write resolved.
     BELOW_FUNCTIONALISATION = torch._C._TorchDispatchModeKey.PROXY
-except (ImportError, AttributeError) as error:
+except (ImportError, AttributeError, ValueError) as error:
     raise ImportError(
         f"microtome records torch functions through parts of torch that torch {torch.__version__} has moved ({error}); "
         "it works with torch 2.13 to 2.15: please install one of these."
@@ -62,6 +71,7 @@ except (ImportError, AttributeError) as error:
 
 __all__ = [
     "BELOW_FUNCTIONALISATION",
+    "CHECKPOINTING",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
