@@ -28,8 +28,10 @@ def snapshot():
         "numpy rng": np.random.get_state()[1].tolist(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "validate": torch.distributions.Distribution._validate_args,
-        "apply": torch.utils.checkpoint.CheckpointFunction.apply.__func__,
+        "checkpoint": dict(vars(torch.utils.checkpoint)),
+        "apply": vars(torch.utils.checkpoint.CheckpointFunction).get("apply"),
         "packet": torch._ops.OpOverloadPacket.__getattr__,
+        "namespace": torch._ops._OpNamespace.__getattr__,
         "torchax": sorted(m for m in sys.modules if m.startswith("torchax")),
         "compiling": torch.compiler.is_compiling(),
         # torch loads sympy while it records, and sympy adds a filter for its own warnings alone.
