@@ -82,10 +82,13 @@ class Root(Flat):
         call.strides = {id(a): s for a, s in zip(arrays, self.strides, strict=False) if s is not None}
         call.enter_body()
         try:
-            results, call.shape = Structure.split(to_jax_tree(self.body(*arrays[: self.count])), is_array)
+            returned = to_jax_tree(self.body(*arrays[: self.count]))
+            results, call.shape = Structure.split(returned, is_array)
         finally:
             restore(call.before)
             call.before.clear()
+        if any(map(callable, jax.tree.leaves(returned, is_leaf=callable))):
+            call.keep_functions()
         outputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
         if not call.missing:
             self._leave(call, arrays, outputs)

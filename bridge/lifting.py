@@ -72,7 +72,7 @@ def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
             args, kwargs = structure.join(arrays)
             return transform(*args, **kwargs)
 
-        return _out(as_torch(apply)(*tensors) if tensors else apply(), structure)
+        return _out(as_torch(apply)(*tensors) if tensors else apply())
 
     return lifted
 
@@ -101,7 +101,7 @@ def _is_of(module: str) -> bool:
     return module in _JAX_MODULES or module.startswith(tuple(m + "." for m in _JAX_MODULES))
 
 
-def _out(result: Any, given: Structure) -> Any:
+def _out(result: Any) -> Any:
     """A result for torch: functions become torch callables, arrays become tensors."""
 
     def convert(leaf: Any) -> Any:
@@ -114,9 +114,7 @@ def _out(result: Any, given: Structure) -> Any:
         return as_torch(leaf) if inspect.isroutine(leaf) or hasattr(leaf, "__wrapped__") else leaf
 
     if callable(result) and not jax.tree_util.all_leaves([result]):  # such as the pullback of jax.vjp
-        call: Any = functools.partial(as_torch(lambda function, *args, **kwargs: function(*args, **kwargs)), result)
-        call.given = given  # the functions that it was made from: what it holds of them cannot be recorded once more
-        return call
+        return functools.partial(as_torch(lambda function, *args, **kwargs: function(*args, **kwargs)), result)
     if type(result) in (tuple, list):
-        return type(result)(_out(part, given) for part in result)
+        return type(result)(map(_out, result))
     return to_torch_tree(result, convert)

@@ -419,7 +419,7 @@ def plain_kernels() -> Iterator[None]:
     autograd: Any = torch.autograd
     seeding: Any = torch
     random: Any = torch.random
-    backward, seed = autograd.backward, random.manual_seed
+    backward, seed, outer_seed = autograd.backward, random.manual_seed, seeding.manual_seed
     here = _this_thread()
     rnn: Any = torch.nn.RNNBase
     parametrizing: Any = torch.nn.utils.parametrize
@@ -434,7 +434,8 @@ def plain_kernels() -> Iterator[None]:
         distribution._validate_args = False
         # Tensor.backward calls it too.
         autograd.backward = lambda *args, **kwargs: (refuse_backward if here() else backward)(*args, **kwargs)
-        random.manual_seed = seeding.manual_seed = lambda seed_: (refuse_seed if here() else seed)(seed_)
+        random.manual_seed = lambda number: (refuse_seed if here() else seed)(number)
+        seeding.manual_seed = lambda number: (refuse_seed if here() else outer_seed)(number)
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
         # cuDNN wants the weights side by side in memory, which they do not have here.
@@ -448,7 +449,7 @@ def plain_kernels() -> Iterator[None]:
     finally:
         fake_log.disabled = False
         autograd.backward = backward
-        random.manual_seed = seeding.manual_seed = seed
+        random.manual_seed, seeding.manual_seed = seed, outer_seed
         rnn.flatten_parameters = flatten_parameters
         parametrizing._cache = cached
         torch._C._set_mkldnn_enabled(mkldnn)
