@@ -120,12 +120,22 @@ def test_pyproject_pins_nothing() -> None:
     assert [wanted for wanted in _requirements() if ">=" not in wanted or "==" in wanted] == []
 
 
-def test_constraints_pin_every_requirement() -> None:
+def _pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_constraints_pin_every_requirement() -> None:
+    pins = _pins()
     # The CUDA extra cannot be installed where these versions were recorded.
     assert {wanted.split(">=")[0] for wanted in _requirements(without=("cuda",))} <= set(pins)
     assert [version for version in pins.values() if "+" in version or "@" in version] == []
+
+
+def test_the_oldest_releases_that_are_promised_are_the_pinned_ones() -> None:
+    promised = dict(wanted.split(",")[0].split(">=") for wanted in _requirements(without=("cuda",)))
+    for name in ("torch", "jax", "torchax", "torch2jax"):
+        assert f"{_pins()[name]}.".startswith(f"{promised[name]}."), name
 
 
 def _loaded_after(statement: str) -> set[str]:
