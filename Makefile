@@ -43,7 +43,8 @@ test: $(STAMPS)/test $(STAMPS)/examples
 install: $(STAMPS)/test
 
 # What a release of torch or JAX changes shows here first.
-CUT := as_jax as_torch clipping lowerings microbatching packaging readme scanning torch_clipping
+CUT := as_jax as_torch autograd checkpoints clipping global_state lift lowerings microbatching operator_edges packaging \
+	readme scanning threads torch_clipping
 
 cut: install
 	$(BIN)/python -m pip --disable-pip-version-check list | grep -E '^(torch|torchax|jax|jaxlib|numpy) '

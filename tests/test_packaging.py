@@ -17,6 +17,7 @@ import pytest
 from test_readme import BLOCKS, promised
 
 import microtome
+from microtome.jax_impl.versions import scan_counts
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("bridge", "jax_impl", "torch_api")
@@ -141,6 +142,17 @@ def test_the_oldest_releases_that_are_promised_are_the_pinned_ones() -> None:
 def _loaded_after(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*{{'jax', 'torch', 'torchax', 'torch2jax'}} & set(sys.modules))"
     return set(_run(sys.executable, "-c", code).split())
+
+
+def test_a_release_that_moved_what_is_leant_on_is_refused_with_those_that_work() -> None:
+    code = (
+        "import sys, torch; sys.modules['torch._subclasses.functional_tensor'] = None\n"
+        "try: import microtome.bridge\n"
+        "except ImportError as error: print(error)"
+    )
+    assert "it works with torch 2.13 to 2.15: please install one of these." in _run(sys.executable, "-c", code)
+    with pytest.raises(RuntimeError, match=r"it works with jax 0.10 to 0.12: please install one of these."):
+        scan_counts({"length": 3})
 
 
 def test_importing_microtome_loads_no_framework() -> None:
