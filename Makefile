@@ -1,23 +1,27 @@
 # `make demo`, `make test`, `make lint` and `make bench` need only make and Python (3.11 or newer): each makes the
 # virtual environment .venv and installs what it needs there, once. `make PYTHON=python3.12 test` picks an interpreter.
+# `make test PYTHON=python3.13 LATEST=1` takes the newest releases instead of those in constraints.txt, as a user's
+# `pip install` does, in an environment of its own; `rm -r .venv-latest` for releases that came out since.
 
 PYTHON ?= python3
-VENV := .venv
+LATEST ?=
+VENV := $(if $(LATEST),.venv-latest/$(notdir $(PYTHON)),.venv)
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install $(if $(LATEST),,-c constraints.txt)
 STAMPS := $(VENV)/.stamps
 
 # Fastest on two cores; `make test PYTEST_ARGS='-x --lf'` adds options.
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help demo test sweeps long lint types format bench docs clean
+.PHONY: help demo test install cut sweeps long lint types format bench docs clean
 .NOTPARALLEL:
 .SECONDARY:
 
 help:
 	@echo "make demo    run the guided example"
 	@echo "make test    run the tests but for the slow sweeps (WORKERS=$(WORKERS), PYTEST_ARGS=...)"
+	@echo "make cut     run those of them that meet torch and JAX most widely; LATEST=1 takes the newest releases"
 	@echo "make sweeps  run the slow sweeps: an eighth of torch's operator database, many models and shapes"
 	@echo "make long    run the rest of the operator database and thousands of random programs"
 	@echo "make lint    check style, format and types"
@@ -31,8 +35,20 @@ demo: $(STAMPS)/examples
 
 # These tests compile much and run little: they are faster without LLVM's optimisation of the machine code, which decides
 # neither what XLA fuses nor the memory that it plans. The sweeps run as a user's programs do.
+QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not long"
+
 test: $(STAMPS)/test $(STAMPS)/examples
-	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not long" $(PYTEST_ARGS)
+	$(QUICK) $(PYTEST_ARGS)
+
+install: $(STAMPS)/test
+
+# What a release of torch or JAX changes shows here first.
+CUT := as_jax as_torch autograd checkpoints clipping global_state lift lowerings microbatching operator_edges packaging \
+	readme scanning threads torch_clipping
+
+cut: install
+	$(BIN)/python -m pip --disable-pip-version-check list | grep -E '^(torch|torchax|jax|jaxlib|numpy) '
+	$(QUICK) $(CUT:%=tests/test_%.py) $(PYTEST_ARGS)
 
 sweeps: $(STAMPS)/test $(STAMPS)/examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
@@ -72,14 +88,14 @@ docs: $(STAMPS)/docs
 
 clean:
 	rm -rf build dist microtome.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # The build backend and torch come first, each as a step of its own: with torch settled, nothing that depends on it
 # can pull another build of it, and with the backend in place no step needs a build environment of its own.
 $(STAMPS)/base: constraints.txt
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools
-	$(INSTALL) $$(grep '^torch==' constraints.txt)
+	$(if $(LATEST),,$(INSTALL) $$(grep '^torch==' constraints.txt))
 	mkdir -p $(STAMPS) && touch $@
 
 # One stamp for each extra of pyproject.toml.

@@ -28,7 +28,7 @@ def recorded_checkpoints(recorder: Recorder) -> Iterator[None]:
     checkpoints: Any = torch.utils.checkpoint
     swapping: Any = stateless
     reentrant = checkpoints.CheckpointFunction
-    run, swap = checkpoints._checkpoint_without_reentrant_generator, swapping._reparametrize_module
+    run, swap = getattr(checkpoints, ti.CHECKPOINTING), swapping._reparametrize_module
     apply, own_apply = reentrant.apply, vars(reentrant).get("apply")
     owner = threading.get_ident()
     swaps: list[Swap] = []
@@ -72,12 +72,13 @@ def recorded_checkpoints(recorder: Recorder) -> Iterator[None]:
         return checkpoints.checkpoint(fun, *args, use_reentrant=False, preserve_rng_state=keep)
 
     try:
-        checkpoints._checkpoint_without_reentrant_generator = seeing_the_same
+        setattr(checkpoints, ti.CHECKPOINTING, seeing_the_same)
         swapping._reparametrize_module = noted_swap
         reentrant.apply = staticmethod(not_reentrant)
         yield
     finally:
-        checkpoints._checkpoint_without_reentrant_generator, swapping._reparametrize_module = run, swap
+        setattr(checkpoints, ti.CHECKPOINTING, run)
+        swapping._reparametrize_module = swap
         if own_apply is None:
             del reentrant.apply
         else:  # within another recording

@@ -87,11 +87,13 @@ class Root(Flat):
         call.histories = {id(a): h for a, h in zip(arrays, self.histories, strict=False)}
         call.enter_body()
         try:
-            made = to_jax_tree(self.body(*arrays[: self.count]), _none_for_integers)
-            results, call.shape = Structure.split(made, is_array)
+            returned = to_jax_tree(self.body(*arrays[: self.count]), _none_for_integers)
+            results, call.shape = Structure.split(returned, is_array)
         finally:
             restore(call.before)
             call.before.clear()
+        if any(map(callable, jax.tree.leaves(returned, is_leaf=callable))):
+            call.keep_functions()
         outputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
         if not call.missing:
             self._leave(call, arrays, outputs)

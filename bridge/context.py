@@ -89,6 +89,12 @@ class Call:
         self.stand_ins.append(tensor)
         return tensor
 
+    def keep_functions(self) -> None:
+        """Where a function is returned, such as a pullback: it may hold no more of them than their recordings."""
+        for made in self.functions:
+            if made.source is not None:
+                made.tracing.keep(made.source)
+
     def in_body(self) -> bool:
         """Whether no transform (vmap, scan, grad of the user's) stands between the call and the current trace."""
         return self.state is not None and self.state == get_opaque_trace_state()

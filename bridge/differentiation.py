@@ -98,7 +98,9 @@ class TorchFunction:
         Programs are kept in caches, and must not keep the function alive; with ``keep`` they do, for JAX code of the
         user's, which may hold nothing else of it and differentiate it later.
         """
-        self._source: Callable[[], Source | None] = (lambda: source) if keep else weakref.ref(source)
+        self._source: Callable[[], Source | None] = weakref.ref(source)
+        if keep:
+            self.keep(source)
         self.arguments = list(metas)
         self._programs: dict[Any, Any] = {}
         needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]
@@ -110,6 +112,10 @@ class TorchFunction:
         self.outputs = graph.output_metas
         self.mutated = [len(self.arguments) + i for i, _ in graph.mutations]
         self.draws = graph.draws
+
+    def keep(self, source: Source) -> None:
+        """Hold the function, as long as this is held."""
+        self._source = lambda: source
 
     @property
     def source(self) -> Source:

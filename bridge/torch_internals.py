@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch.nn.utils.parametrize
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from .errors import refuse_backward, refuse_seed, refuse_tracer
 
@@ -39,6 +41,7 @@ try:
     from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._higher_order_ops import effects
+    from torch._ops import OpOverloadPacket, _OpNamespace
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -51,16 +54,24 @@ try:
     from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+    # The function that makes a checkpoint's second pass. Its name differs between releases, and a wrapper that nothing
+    # calls keeps the older one: patched there, a second pass would silently read other parameters.
+    (CHECKPOINTING,) = (
+        name
+        for name, value in vars(checkpoint).items()
+        if isinstance(value, FunctionType) and "_CheckpointFrame" in value.__code__.co_names
+    )
     # The slot just below functionalisation: ops arrive there after autograd and with every in-place write resolved.
     BELOW_FUNCTIONALISATION = torch._C._TorchDispatchModeKey.PROXY
-except (ImportError, AttributeError) as error:
+except (ImportError, AttributeError, ValueError) as error:
     raise ImportError(
         f"microtome records torch functions through parts of torch that torch {torch.__version__} has moved ({error}); "
-        "it is tested with torch 2.13: please install that one."
+        "it works with torch 2.13 to 2.15: please install one of these."
     ) from error
 
 __all__ = [
     "BELOW_FUNCTIONALISATION",
+    "CHECKPOINTING",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -69,6 +80,7 @@ __all__ = [
     "FunctionalTensorMode",
     "Substitution",
     "TorchDispatchMode",
+    "absent_ops",
     "active_substitutions",
     "are_functorch_transforms_active",
     "blank",
@@ -179,6 +191,42 @@ def _this_thread() -> Callable[[], bool]:
     """A function that says whether it is called in the thread that asked for it: other threads see torch as it is."""
     owner = threading.get_ident()
     return lambda: threading.get_ident() == owner
+
+
+class _AbsentOp:
+    """Stands for an op that torch does not have, and for its overloads: equal to no op."""
+
+    def __getattr__(self, name: str) -> _AbsentOp:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+@contextlib.contextmanager
+def absent_ops() -> Iterator[None]:
+    """While another library names ops of several releases of torch: those that this one lacks are no error."""
+    kinds: tuple[Any, Any] = (_OpNamespace, OpOverloadPacket)
+    originals = [kind.__getattr__ for kind in kinds]
+    here = _this_thread()
+
+    def tolerant(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def find(owner: Any, name: str) -> Any:
+            try:
+                return original(owner, name)
+            except AttributeError:
+                if name.startswith("__") or not here():
+                    raise
+                return _AbsentOp()
+
+        return find
+
+    try:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.__getattr__ = tolerant(original)
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.__getattr__ = original
 
 
 @contextlib.contextmanager
@@ -419,7 +467,7 @@ def plain_kernels() -> Iterator[None]:
     autograd: Any = torch.autograd
     seeding: Any = torch
     random: Any = torch.random
-    backward, seed = autograd.backward, random.manual_seed
+    backward, seed, outer_seed = autograd.backward, random.manual_seed, seeding.manual_seed
     here = _this_thread()
     rnn: Any = torch.nn.RNNBase
     parametrizing: Any = torch.nn.utils.parametrize
@@ -434,7 +482,8 @@ def plain_kernels() -> Iterator[None]:
         distribution._validate_args = False
         # Tensor.backward calls it too.
         autograd.backward = lambda *args, **kwargs: (refuse_backward if here() else backward)(*args, **kwargs)
-        random.manual_seed = seeding.manual_seed = lambda seed_: (refuse_seed if here() else seed)(seed_)
+        random.manual_seed = lambda number: (refuse_seed if here() else seed)(number)
+        seeding.manual_seed = lambda number: (refuse_seed if here() else outer_seed)(number)
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
         effects.has_effects = lambda op: op is not skipped and has_effects(op)
         # cuDNN wants the weights side by side in memory, which they do not have here.
@@ -453,7 +502,7 @@ def plain_kernels() -> Iterator[None]:
     finally:
         fake_log.disabled = False
         autograd.backward = backward
-        random.manual_seed = seeding.manual_seed = seed
+        random.manual_seed, seeding.manual_seed = seed, outer_seed
         rnn.flatten_parameters = flatten_parameters
         parametrizing._cache = cached
         torch._C._set_mkldnn_enabled(mkldnn)

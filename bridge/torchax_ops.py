@@ -1,10 +1,10 @@
 """torchax's table of JAX lowerings for ATen ops, loaded without torchax's import-time effects.
 
 Importing torchax 0.0.13 renames torch's private backend, turns the attention fast path off, sets an environment
-variable and a JAX config entry; on torch 2.13 it does not import at all, because it names overloads of the removed
-named tensors. Only its module ``torchax.ops.jaten`` is wanted here: pure functions from arrays to arrays. So that
-module alone is executed, under a stand-in parent package that is taken away afterwards: a later ``import torchax`` by
-the user finds nothing changed and does all of its own work.
+variable and a JAX config entry; since torch 2.13 it does not import at all, because it names ops and overloads that
+are gone (those of named tensors, ``aten.cholesky``, ``aten.qr``). Only its module ``torchax.ops.jaten`` is wanted
+here: pure functions from arrays to arrays. So that module alone is executed, under a stand-in parent package that is
+taken away afterwards: a later ``import torchax`` by the user finds nothing changed and does all of its own work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torch._ops import OpOverloadPacket
+from .torch_internals import absent_ops
 
 _NAME = "torchax"
 
@@ -44,21 +44,11 @@ def _load() -> dict[Any, Any]:
     parent = types.ModuleType(_NAME)
     parent.__path__ = list(spec.submodule_search_locations)
     parent.__spec__ = spec
-    original = OpOverloadPacket.__getattr__
-
-    def tolerant(self: OpOverloadPacket, key: str) -> Any:
-        try:
-            return original(self, key)
-        except AttributeError:
-            return ("absent", self._qualified_op_name, key)  # a key of the table that no real op ever equals
-
-    packet: Any = OpOverloadPacket
-    packet.__getattr__ = tolerant
     sys.modules[_NAME] = parent
     try:
-        importlib.import_module(f"{_NAME}.ops.jaten")
+        with absent_ops():
+            importlib.import_module(f"{_NAME}.ops.jaten")
         return sys.modules[f"{_NAME}.ops.ops_registry"].all_aten_ops
     finally:
-        packet.__getattr__ = original
         for module in [name for name in sys.modules if _is_torchax(name)]:
             del sys.modules[module]

@@ -54,9 +54,7 @@ def mapping_trace() -> object:
 def bind(equation: Any, values: list[Any]) -> list[Any]:
     """The outputs of one operation of a jaxpr on values."""
     primitive = equation.primitive
-    bound: Any = primitive.get_bind_params(equation.params)
-    functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # a tuple before jax 0.10
-    outputs = primitive.bind(*functions, *values, **parameters)
+    outputs = primitive.bind(*values, **primitive.get_bind_params(equation.params))
     return list(outputs) if primitive.multiple_results else [outputs]
 
 

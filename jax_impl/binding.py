@@ -39,11 +39,9 @@ def bind_whole(equation: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _bind(equation: Any, values: Sequence[Any], convolve: Callable[..., Any]) -> list[Any]:
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)  # newer releases have no functions apart
     compute = convolve if equation.primitive.name == "conv_general_dilated" else equation.primitive.bind
     with equation.ctx.manager, own_width(equation):
-        outs = compute(*functions, *values, **params)
+        outs = compute(*values, **equation.primitive.get_bind_params(equation.params))
     return list(outs) if equation.primitive.multiple_results else [outs]
 
 

@@ -34,6 +34,7 @@ from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_
 from .one_by_one import dependents, split
 from .rules import ACCEPTS, RULES, adds, loop_sums
 from .sums import Sum, summed, wide
+from .versions import scan_counts
 
 _REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice", "name")
 _MOST_TERMS = 8  # terms that cannot be joined cost one product for each pair
@@ -228,7 +229,7 @@ class _Evaluator:
     def _scan(self, e: Any) -> list[Any]:
         """A loop whose carry only collects, or whose stacked outputs are products, returns factors instead."""
         sums = loop_sums(e, self.kinds)
-        body, n_consts, n_carry = sums.body, e.params["num_consts"], e.params["num_carry"]
+        body, (n_consts, n_carry) = sums.body, scan_counts(e.params)
         if not sums.parts and not any(v in self.kinds for v in e.outvars[n_carry:]):
             raise UnsupportedError("a carry that is more than a sum")
         flags, _ = scan_flags(e, [self.is_batched(v) for v in e.invars])
@@ -604,7 +605,8 @@ class Factored:
     def _example_axes(self) -> list[int | None]:
         """Where the examples stand in each output; what a loop stacked has them behind its steps, and keeps them."""
         jaxpr = self.program.closed.jaxpr
-        stacked = {v for e in jaxpr.eqns if e.primitive.name == "scan" for v in e.outvars[e.params["num_carry"] :]}
+        scans = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+        stacked = {v for e in scans for v in e.outvars[scan_counts(e.params)[1] :]}
         axes: list[int | None] = []
         outvars = iter(jaxpr.outvars)
         for piece in self.program.pieces:

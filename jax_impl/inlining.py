@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .binding import bind_whole
+from .versions import scan_counts
 
 # Primitives of other packages that stand for a program: name -> function of the operands and parameters.
 CALLS: dict[str, Callable[..., Sequence[Any]]] = {}
@@ -113,7 +114,7 @@ def batched_variables(jaxpr: Any, batched: Sequence[bool]) -> set[Any]:
 def scan_flags(equation: Any, batched: Sequence[bool]) -> tuple[list[bool], list[bool]]:
     """Which inputs of a scan's body, and which outputs, differ between examples."""
     body = inline(equation.params["jaxpr"]).jaxpr
-    consts, carried = equation.params["num_consts"], equation.params["num_carry"]
+    consts, carried = scan_counts(equation.params)
     flags = list(batched)
     while True:
         found = batched_variables(body, flags)

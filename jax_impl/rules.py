@@ -17,6 +17,7 @@ from .inlining import inline
 from .lazy import Lazy, Squares
 from .moves import MOVES
 from .products import PRODUCTS, one_place
+from .versions import scan_counts
 
 
 def _barrier(ev: Any, e: Any) -> list[Any]:
@@ -88,8 +89,9 @@ def _of_split(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
 
 
 def _of_scan(e: Any, i: int, kinds: Any, batched: Any, makers: Any) -> str:
-    k = i - e.params["num_consts"]
-    return "lazy" if 0 <= k < e.params["num_carry"] and k in loop_sums(e, kinds).parts else ""
+    constants, carried = scan_counts(e.params)
+    k = i - constants
+    return "lazy" if 0 <= k < carried and k in loop_sums(e, kinds).parts else ""
 
 
 ACCEPTS: dict[str, Accepts] = {
@@ -123,7 +125,8 @@ class LoopSums:
 def loop_sums(e: Any, kinds: dict[Any, str]) -> LoopSums:
     """Find, among the carries that may stay factors, those that nothing but an addition reads."""
     body = inline(e.params["jaxpr"])
-    jaxpr, first = body.jaxpr, e.params["num_consts"]
+    jaxpr = body.jaxpr
+    first, carried = scan_counts(e.params)
     uses: dict[Any, list[Any]] = {}
     for equation in jaxpr.eqns:
         for v in equation.invars:
@@ -131,7 +134,7 @@ def loop_sums(e: Any, kinds: dict[Any, str]) -> LoopSums:
                 uses.setdefault(v, []).append(equation)
     outs = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
     parts: dict[int, list[Any]] = {}
-    for k in range(e.params["num_carry"]):
+    for k in range(carried):
         if kinds.get(e.outvars[k]) != "lazy":
             continue
         v, added = jaxpr.invars[first + k], []

@@ -290,7 +290,7 @@ def test_derivatives_outlive_the_function_that_they_came_from(name: str) -> None
     np.testing.assert_allclose(use(kept), plain(expected), rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_what_torch_cannot_show_is_refused_with_the_way_out() -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
     with pytest.raises(TypeError, match="pad_packed_sequence"):

@@ -28,8 +28,10 @@ def snapshot():
         "numpy rng": np.random.get_state()[1].tolist(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "validate": torch.distributions.Distribution._validate_args,
-        "apply": torch.utils.checkpoint.CheckpointFunction.apply.__func__,
+        "checkpoint": dict(vars(torch.utils.checkpoint)),
+        "apply": vars(torch.utils.checkpoint.CheckpointFunction).get("apply"),
         "packet": torch._ops.OpOverloadPacket.__getattr__,
+        "namespace": torch._ops._OpNamespace.__getattr__,
         "torchax": sorted(m for m in sys.modules if m.startswith("torchax")),
         "compiling": torch.compiler.is_compiling(),
         # torch loads sympy while it records, and sympy adds a filter for its own warnings alone.
@@ -55,6 +57,7 @@ import microtome, microtome.bridge, microtome.jax_impl, microtome.torch_api
 from microtome import torch_api as mt
 after_import = snapshot()
 assert after_import == before, [k for k in before if before[k] != after_import[k]]
+seeds = torch.manual_seed, torch.random.manual_seed  # two: torch._dynamo, which the import loads, wraps one
 w = torch.ones(3, requires_grad=True)
 mt.as_torch(mt.as_jax(lambda x: torch.tanh(x * w).sum()))(torch.ones(3)).backward()
 try:
@@ -68,6 +71,7 @@ port = lambda x: jax.numpy.tanh(x) * jax.random.bernoulli(jax.random.key(0), 0.5
 assert not mt.compare(model, port, torch.ones(2, 3), locate=True).agrees
 assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 assert model[2].num_batches_tracked == 0
+assert (torch.manual_seed, torch.random.manual_seed) == seeds
 after = snapshot()
 assert after == before, [k for k in before if before[k] != after[k]]
 """

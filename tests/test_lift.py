@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -505,6 +506,14 @@ _DATA_WRONG = {
     "ravel's way back": "a partial within a result stays JAX's",
     "function that returns a function": "what a function within a result returns stays JAX's",
 }
+
+
+def test_a_linear_map_and_a_pullback_outlive_the_function_that_they_are_of() -> None:
+    _, push = lift(jax.linearize)(lambda x: x.sin(), X)
+    _, pull = lift(jax.vjp)(lambda x: x.sin(), X)
+    gc.collect()
+    _same(push(W), W * X.cos())
+    _same(func.jvp(lambda w: pull(w)[0], (W,), (W,)), (W * X.cos(), W * X.cos()))
 
 
 @pytest.mark.parametrize("name", _params(DATA, _DATA_WRONG))

@@ -247,13 +247,14 @@ def test_logcumsumexp_in_forward_mode() -> None:
 
 E, Z = torch.eye(2), torch.zeros(2, 2)
 BATCH = torch.stack([E, Z])
+CHOLESKY = torch.cholesky if hasattr(torch.ops.aten, "cholesky") else torch.linalg.cholesky  # gone in torch 2.14
 HALVES = t([0.5, 0.5])
 RAISES: Table = {
     "inv": (torch.linalg.inv, (Z,)),
     "inv of a batch": (torch.inverse, (BATCH,)),
     "solve": (lambda a: torch.linalg.solve(a, torch.ones(2)), (Z,)),
     "cholesky": (torch.linalg.cholesky, (-E,)),
-    "cholesky of a batch": (lambda a: torch.cholesky(a, upper=True), (BATCH,)),
+    "cholesky of a batch": (lambda a: CHOLESKY(a, upper=True), (BATCH,)),
     "cholesky_ex": (lambda a: torch.linalg.cholesky_ex(a, check_errors=True).L, (torch.full((2, 2), nan),)),
     "lu_factor": (torch.linalg.lu_factor, (Z,)),
     "matrix_power": (lambda a: torch.linalg.matrix_power(a, -2), (Z,)),

@@ -328,7 +328,7 @@ def _snapshot() -> dict[str, Any]:
         "validate": torch.distributions.Distribution._validate_args,
         "backward": torch.autograd.backward,
         "has_torch_function": torch.autograd.has_torch_function,
-        "checkpoint": torch.utils.checkpoint.CheckpointFunction.apply.__func__,
+        "checkpoint": vars(torch.utils.checkpoint.CheckpointFunction).get("apply"),
         "wrap": torch._functorch.eager_transforms._wrap_for_grad,
         "map": torch._functorch.vmap._add_batch_dim,
         "compiling": torch.compiler.is_compiling(),

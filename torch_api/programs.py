@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from ..bridge.versions import bind
+from ..jax_impl.versions import scan_counts
 
 See = Callable[[Any, list[Any], list[Any]], None]  # (equation, its inputs, its outputs)
 
@@ -107,7 +108,7 @@ def _run(equation: Any, values: list[Any], see: See) -> list[Any]:
 
 
 def _run_scan(parameters: dict[str, Any], values: list[Any], see: See) -> list[Any]:
-    constants, carries = parameters["num_consts"], parameters["num_carry"]
+    constants, carries = scan_counts(parameters)
     fixed, carry, slices = values[:constants], values[constants : constants + carries], values[constants + carries :]
     steps = range(parameters["length"])
     rows: list[tuple[int, list[Any]]] = []

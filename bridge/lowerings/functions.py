@@ -362,15 +362,15 @@ REPLACEMENTS: dict[Any, Any] = {
         for layout in ("", "_coo", "_csr", "_csc", "_bsr", "_bsc")
         if hasattr(torch.Tensor, f"to_sparse{layout}")
     },
+    # Since torch 2.14 these only raise; later ones may lack them.
+    **{owner.cholesky: cholesky for owner in (torch, torch.Tensor) if hasattr(owner, "cholesky")},
     torch.Tensor.__deepcopy__: deepcopy,
     torch.Tensor.__floordiv__: floor_divide,
-    torch.Tensor.cholesky: cholesky,
     torch.Tensor.floor_divide: floor_divide,
     torch.Tensor.index_fill: index_fill,
     torch.Tensor.cov: cov,
     torch.Tensor.tensor_split: tensor_split,
     torch.Tensor.prod: prod,
-    torch.cholesky: cholesky,
     torch.cov: cov,
     torch.floor_divide: floor_divide,
     torch.index_fill: index_fill,
