@@ -1,4 +1,4 @@
-"""Objects that would carry tensors of a trace, which have no values, out of it."""
+"""Objects that would carry tensors of a trace, which have no values, out of it: made anew by each call, or refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 import functools
 import gc
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,9 +14,38 @@ import torch
 from .interception import is_traced_tensor, recording
 from .names import slots_of
 from .torch2jax_engine import is_interpreted
+from .trees import container, to_jax_tree
 
 _ENDS = (type, types.ModuleType, types.CodeType, bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _MANY = 10_000  # objects to look at
+
+
+_NOT_PLAIN = (type, types.ModuleType, types.FunctionType, torch.Tensor, torch.nn.Module, BaseException)
+
+
+def opening(known: Iterable[Any]) -> Callable[[Any], Any]:
+    """A function of the leaves of a result: objects with tensors in their attributes become containers.
+
+    Each call makes them anew, as the function does: a cache of transformers, say. Not so those that are ``known``,
+    which are there before the call, themselves or by their ``__dict__``.
+    """
+    closed = {id(x) for x in known}
+
+    def opened(x: Any) -> Any:
+        kind: Any = type(x)
+        fields: Any = getattr(x, "__dict__", None)
+        plain = type(fields) is dict and kind.__new__ is object.__new__ and not slots_of(kind)
+        if not plain or isinstance(x, _NOT_PLAIN) or not closed.isdisjoint((id(x), id(fields))):
+            return x
+        if traced_tensor_in(x) is None:
+            return x
+        closed.add(id(x))  # within itself it stays as it is, and is refused
+        try:
+            return container(x, [to_jax_tree(v, opened) for v in fields.values()], tuple(fields))
+        finally:
+            closed.discard(id(x))
+
+    return opened
 
 
 def traced_tensor_in(value: Any, depth: int | None = None) -> str | None:

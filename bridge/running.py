@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from .bindings import UNKNOWN, Bound, Effect, Made, Results, View, unwrapped, whole
 from .captures import Walk
 from .errors import TraceError, WrittenLeaf, is_raised_by_jax, user_line
-from .escapes import traced_tensor_in
+from .escapes import opening, traced_tensor_in
 from .flags import answering
 from .graph import History
 from .interception import recording
@@ -164,7 +164,7 @@ class FlatFunction:
                     scope.enter_context(_NoBatchStatistics(self.walk))
                 if not self.mode.grad and not self._is_interpreted:
                     scope.enter_context(torch.no_grad())
-                result = to_jax_tree(self._torch_fun(*args, **kwargs))
+                result = to_jax_tree(self._torch_fun(*args, **kwargs), opening(p.owner for p in self.walk.places))
             if self.mode.once:  # per example torch.func makes copies too
                 containers.check()
             return result

@@ -63,6 +63,11 @@ jax.tree_util.register_pytree_node(
 )
 
 
+def container(x: Any, children: list[Any], fields: tuple[str, ...]) -> Any:
+    """An object as a node of a tree, with the values of its fields as children."""
+    return _Container(children, _Build(type(x), None, fields))
+
+
 class Rows:
     """An argument of a batched call with the number of each of its rows, by which random draws are told apart."""
 
@@ -107,7 +112,7 @@ def to_jax_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
             return build([convert(c) for c in children])
         if dataclasses.is_dataclass(x) and not isinstance(x, type) and _holds_tensor(x):
             fields = tuple(f.name for f in dataclasses.fields(x))
-            return _Container([convert(getattr(x, f)) for f in fields], _Build(kind, None, fields))
+            return container(x, [convert(getattr(x, f)) for f in fields], fields)
         return leaf(x)
 
     return convert(tree)
