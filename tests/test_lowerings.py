@@ -464,3 +464,31 @@ def test_repeated_elements_of_a_size_that_is_given() -> None:
         assert torch.equal(*grads)
     with pytest.raises(RuntimeError, match="allocated size does not match"):
         as_torch(as_jax(fun))(x, torch.tensor([1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)],
+)
+def test_nan_stays_in_its_group_of_a_convolution(inputs: int, outputs: int) -> None:
+    """Also where a group has one channel, forwards or backwards, and in the types that XLA spreads the groups of."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4 * inputs, 7, dtype=torch.float64)
+    x[0, 0, 3] = math.nan
+    w = torch.randn(4 * outputs, inputs, 3, dtype=torch.float64)
+    t = torch.randn(4 * inputs, outputs, 3, dtype=torch.float64)
+
+    def loss(x: Any, w: Any, t: Any) -> Any:
+        plain = F.conv1d(x, w, groups=4, stride=2, padding=1)
+        transposed = F.conv_transpose1d(x, t, groups=4, dilation=2)
+        return plain.sin().sum() + transposed.sin().sum(), (plain, transposed)
+
+    def both(x: Any, w: Any, t: Any) -> Any:
+        grads, outs = torch.func.grad(loss, (0, 1, 2), has_aux=True)(x, w, t)
+        return *grads, *outs
+
+    got = as_torch(lambda *args: jax.jit(as_jax(both))(*args))(x, w, t)
+    derived = as_torch(lambda *args: jax.grad(lambda *a: as_jax(loss)(*a)[0], (0, 1, 2))(*args))(x, w, t)
+    want = both(x, w, t)
+    for ours, right in zip([*got, *derived], [*want, *want[:3]], strict=True):
+        torch.testing.assert_close(ours, right, equal_nan=True)
