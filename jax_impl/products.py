@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from .binding import bind
@@ -153,10 +154,19 @@ def _masked(g: Factor, mask: Factor) -> Factor:
     return dataclasses.replace(g, array=array, batched=g.batched or mask.batched)
 
 
+def _has_inverse(array: Any, dtype: Any) -> bool:
+    size = np.abs(np.asarray(array, np.float64))
+    info = jnp.finfo(dtype)
+    return bool(((size >= float(info.tiny)) & (size < 0.25 / float(info.tiny)) | (size == 0)).all())
+
+
 def _divide(ev: Any, e: Any) -> Lazy:
     value, other = e.invars
     number = _number(ev, other)
     out = e.outvars[0].aval
+    held = number if number is not None else None if ev.is_batched(other) else ev.array(other)
+    if held is not None and not isinstance(held, jax.core.Tracer) and not _has_inverse(held, wide(out.dtype)):
+        raise UnsupportedError("a divisor near the ends of the range")
     if number is not None:  # the inverse of a number in half precision may not fit it
         return _scaled(ev, value, out.shape, 1 / jnp.asarray(number, wide(out.dtype)), ev.is_batched(other))
     if ev.is_batched(other):

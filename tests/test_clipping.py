@@ -546,6 +546,20 @@ def test_nan_stays_in_its_example_where_each_has_a_kernel_of_its_own():
         np.testing.assert_allclose(grads, want, rtol=1e-12)
 
 
+@pytest.mark.parametrize("divisor", [3e38, np.float32(2e-38), np.full((6, 5), 1e38, np.float32)])
+def test_parameters_divided_by_numbers_near_the_ends_of_the_range(divisor):
+    rng = np.random.default_rng(0)
+    size = 1e18 if np.max(divisor) > 1 else 1e-18
+    x, y = (jnp.asarray(rng.normal(size=(3, n)) * size, jnp.float32) for n in (6, 5))
+    loss = lambda w, b: b[0] @ (w / divisor) @ b[1]
+    each = jax.vmap(lambda x, y: jax.grad(loss)(jnp.ones((6, 5)), (x, y)))(x, y)
+    clipped = clipped_grad(loss, l2_clip_norm=1e-3, return_grad_norms=True, keep_batch_dim=False)
+    grads, aux = jax.jit(clipped)(jnp.ones((6, 5)), (x, y))
+    want, norms = expected(each, 1e-3)
+    np.testing.assert_allclose(aux.grad_norms, norms, rtol=1e-4)
+    np.testing.assert_allclose(grads, want, rtol=1e-4, atol=1e-5)
+
+
 def test_norms_of_narrow_types_and_large_divisors():
     loss = lambda w, x: jnp.sum(w * x)
     eight = {"a": np.int8(100), "b": np.int8(100)}

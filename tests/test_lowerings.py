@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -492,3 +493,21 @@ def test_nan_stays_in_its_group_of_a_convolution(inputs: int, outputs: int) -> N
     want = both(x, w, t)
     for ours, right in zip([*got, *derived], [*want, *want[:3]], strict=True):
         torch.testing.assert_close(ours, right, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_divisors_near_the_ends_of_the_range(dtype: torch.dtype) -> None:
+    """As a number, and as a tensor that is captured, made in the function, or given: XLA multiplies by its inverse."""
+    large = torch.finfo(dtype).max / 3
+    x = torch.tensor([large, -3 * large, large / 1e10, 1.0, 0.0], dtype=dtype)
+    captured = torch.tensor(large, dtype=dtype)
+
+    def quotients(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x / large, x / captured, x / torch.tensor(large, dtype=dtype), x / y, x / (y * 0 + 3), x / -captured
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = as_torch(as_jax(quotients))(x, captured)
+    for ours, right in zip(got, quotients(x, captured), strict=True):
+        torch.testing.assert_close(ours[:3], right[:3], rtol=1e-6, atol=0)
+        torch.testing.assert_close(ours, right)
