@@ -92,6 +92,13 @@ class AccumulationType(enum.Enum):
     ``num_real_microbatches`` leaves out are zeros."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class DividedSum:
+    """As ``AccumulationType.SUM``, divided by a number before the sum is rounded to the dtype of the output."""
+
+    divisor: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightedMean(Accumulator):
     """An Accumulator of ``(value, weight)``; the type tells that weights of 0 need guarding (``guard_weights``)."""

@@ -33,6 +33,11 @@ def bind(equation: Any, values: Sequence[Any]) -> list[Any]:
     return _bind(equation, values, _convolve)
 
 
+def bind_mapped(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """The same, mapped over examples of which each has a kernel of its own: they become groups."""
+    return _bind(equation, values, _kept_apart) if _spreads(values[0].dtype) else bind(equation, values)
+
+
 def bind_whole(equation: Any, values: Sequence[Any]) -> list[Any]:
     """The same, a convolution left whole but for its layout: for rules that look at convolutions."""
     return _bind(equation, values, _with_channels_last)
@@ -161,7 +166,34 @@ def _with_channels_last(lhs: Any, rhs: Any, **params: Any) -> Any:
     return _as_asked(_convolution(lhs, rhs, **params | {"dimension_numbers": _numbers(lhs.ndim)}), out_spec)
 
 
-_convolution = jax.lax.conv_general_dilated_p.bind
+def _convolution(lhs: Any, rhs: Any, **params: Any) -> Any:
+    spread = params["feature_group_count"] > 1 and _spreads(lhs.dtype)
+    return _kept_apart(lhs, rhs, **params) if spread else jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
+
+
+def _spreads(dtype: Any) -> bool:
+    """Whether XLA on CPU makes one dense kernel, with zeros, of groups that have one channel each."""
+    return jax.default_backend() == "cpu" and dtype in (jnp.float64, jnp.complex128)
+
+
+def _kept_apart(lhs: Any, rhs: Any, **params: Any) -> Any:
+    """A convolution whose groups have two channels, and two features, at least: NaN stays in its group.
+
+    Each group that has one gets a second, of zeros. Else NaN would meet the zeros of a kernel that is made dense.
+    """
+    (_, channels, *_), (features, inputs, *_), out_spec = params["dimension_numbers"]
+    groups = params["feature_group_count"]
+    if rhs.shape[inputs] == 1:
+        lhs, rhs = _doubled(lhs, channels), _doubled(rhs, inputs)
+    alone = rhs.shape[features] == groups
+    out = jax.lax.conv_general_dilated_p.bind(lhs, _doubled(rhs, features) if alone else rhs, **params)
+    return jax.lax.slice_in_dim(out, 0, None, 2, out_spec[1]) if alone else out
+
+
+def _doubled(x: Any, axis: int) -> Any:
+    """The array with zeros behind each entry along an axis."""
+    padding = [(0, 1, 1) if i == axis else (0, 0, 0) for i in range(x.ndim)]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
 
 
 def _is_usual(params: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .accumulation import AccumulationType
+from .accumulation import AccumulationType, DividedSum
 from .arguments import Arguments, Batch, Function, Slot, axis_of_keyword, collect, indices, read, slots, wraps, write
 from .differentiation import places_to_differentiate, value_and_grad
 from .execution import accumulate, explained
@@ -99,7 +99,7 @@ def rescale_by_norm(scale_fn: Callable[[jax.Array], jax.Array], *, nan_safe: boo
         nan_safe: Gradients whose norm or factor is not finite become zero.
 
     Raises:
-        TypeError: ``scale_fn`` is not callable.
+        TypeError: ``scale_fn`` is not callable, or, at the call, its factor is complex.
         ValueError: At the call, a factor that is not of shape ``()``.
 
     Example:
@@ -248,9 +248,12 @@ def clipped_grad(
     * Differentiated itself, it is computed the plain way.
     * The squares of each factor have to fit the dtype, not only those of the product: in float32, a layer whose inputs
       are all below 1e-19 (while cotangents are huge) gets no right norm.
-    * Where the products that a norm is the sum of cancel to less than two digits (inputs with a large offset, whose
-      cotangents add up to zero over the steps of a sequence), the norm is overestimated: the bound holds, and the
-      example counts for less than it could. Take the offset off the inputs, or compute in float64.
+    * Norms are about as exact as those of the plain gradient where the inputs of a layer have a large offset or are
+      almost equal and their cotangents add up to zero: over the steps of a sequence, or in pairs that a loss compares.
+      Where the products that a norm is the sum of cancel in another way, to less than two digits, the norm is
+      overestimated: the bound holds, and the example counts for less than it could. float64 has the digits.
+    * Norms are computed as exactly as the device can, whatever ``precision`` the program's products have. The sum
+      over examples has it, but for algorithms of float16 or 8 bits, or that add up in such: sums would not fit them.
     * In half precision the sum is more accurate: products are accumulated in float32 and rounded once. So a product
       beyond float16's range, infinite in the plain computation, is clipped like others. (A cast to float16 stays one.)
 
@@ -327,7 +330,8 @@ def clipped_grad(
             "What has a batch axis cannot be differentiated for each example."
         )
     has_output = has_aux or return_values or return_grad_norms
-    joined = (AccumulationType.SUM, AccumulationType.CONCAT)
+    divided = isinstance(normalize_by, jax.core.Tracer) or normalize_by != 1.0
+    joined = (DividedSum(normalize_by) if divided else AccumulationType.SUM, AccumulationType.CONCAT)
 
     def prepared(args: tuple[Any, ...], kwargs: dict[str, Any], padding: Any, raw: bool) -> tuple[Function, Batch]:
         places = places_to_differentiate(arguments, wanted, args, kwargs)
@@ -375,8 +379,6 @@ def clipped_grad(
         with jax.named_scope("clipped_grad"):
             example, batch = prepared(args, kwargs, is_padding_example, raw=False)
             grads, aux = accumulate(example, batch, options.plan(batch.rows), joined, jax.vmap, factored=True)
-            if isinstance(normalize_by, jax.core.Tracer) or normalize_by != 1.0:
-                grads = jax.tree.map(lambda g: (g / jnp.asarray(normalize_by, wide(g.dtype))).astype(g.dtype), grads)
             if keep_batch_dim:
                 aux = aux._replace(aux=jax.tree.map(_without_row_axis, aux.aux))
         return (grads, aux) if has_output else grads

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from . import binding
-from .accumulation import AccumulationType, AccumulatorTree, WeightedMean
+from .accumulation import AccumulationType, AccumulatorTree, DividedSum, WeightedMean
 from .arguments import Batch, Function
 from .factored import Explanation, Factored
 from .fitting import Output, bind, match
@@ -106,7 +106,8 @@ def accumulate(
 def summed_outputs(accumulators: AccumulatorTree, traced: Traced) -> list[bool]:
     """Which flat outputs are only summed over the examples."""
     sums = (AccumulationType.SUM, AccumulationType.MEAN, AccumulationType.RUNNING_MEAN)
-    return [kind in sums for kind, part in match(accumulators, traced.output) for _ in jax.tree.leaves(part)]
+    is_sum = lambda kind: kind in sums or isinstance(kind, DividedSum)
+    return [is_sum(kind) for kind, part in match(accumulators, traced.output) for _ in jax.tree.leaves(part)]
 
 
 def _by_factors(

@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from . import convolutions  # noqa: F401  (its rule)
-from .binding import bind, own_width
+from .binding import bind, bind_mapped, own_width
 from .inlining import batched_variables, evaluate, inline, pruned, scan_flags
 from .lazy import Lazy, Squares
 from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole, working
@@ -165,6 +165,13 @@ class _Evaluator:
             return not jnp.shape(v.val) and bool(v.val == 0)
         return v in self.zeros
 
+    def replace(self, terms: tuple[Term, ...], others: tuple[Term, ...]) -> None:
+        """Let whatever holds these terms, casts of an array among it, hold others of the same sum."""
+        for v, value in self.env.items():
+            # Each the very term: a comparison would compare arrays.
+            if isinstance(value, Lazy) and list(map(id, value.terms)) == list(map(id, terms)):
+                self.env[v] = dataclasses.replace(value, terms=others)
+
     def decided(self, e: Any, path: str, reason: str) -> None:
         """Remember why the outputs of an equation are arrays."""
         for v in e.outvars:
@@ -191,7 +198,8 @@ class _Evaluator:
                 return self._by_rule(e)
             except UnsupportedError as error:
                 self.decided(e, "materialised", f"{e.primitive.name}: {error}")
-        return bind(e, [self.array(v) for v in e.invars])
+        kernels = e.primitive.name == "conv_general_dilated" and all(map(self.is_batched, e.invars))
+        return (bind_mapped if kernels else bind)(e, [self.array(v) for v in e.invars])
 
     def _by_rule(self, e: Any) -> list[Any]:
         name = e.primitive.name

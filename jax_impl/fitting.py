@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .accumulation import AccumulationType, Accumulator, AccumulatorTree, WeightedMean, weighted_mean
+from .accumulation import AccumulationType, Accumulator, AccumulatorTree, DividedSum, WeightedMean, weighted_mean
 from .partition import Plan
 from .sums import sum_rows, summed, wide
 from .trees import PyTree, dtype_of, flatten, flatten_with_names, outlined, structure
@@ -105,12 +105,16 @@ def _part(kind: Any, plan: Plan, outputs: PyTree, per_example: bool) -> Accumula
     if isinstance(kind, Accumulator):
         return dataclasses.replace(kind, update=functools.partial(_checked_update, kind.update))
     described, treedef = flatten(outputs)
-    make = {
-        AccumulationType.SUM: _sum,
-        AccumulationType.MEAN: _mean,
-        AccumulationType.RUNNING_MEAN: _running_mean,
-        AccumulationType.CONCAT: _concat,
-    }[kind]
+    make: Callable[[Plan, Output, bool], Accumulator] = (
+        functools.partial(_sum, divisor=kind.divisor)
+        if isinstance(kind, DividedSum)
+        else {
+            AccumulationType.SUM: _sum,
+            AccumulationType.MEAN: _mean,
+            AccumulationType.RUNNING_MEAN: _running_mean,
+            AccumulationType.CONCAT: _concat,
+        }[kind]
+    )
     if kind is not AccumulationType.CONCAT and not per_example:
         for out in described:
             if out.left_shape not in (None, out.shape):
@@ -158,14 +162,14 @@ def _rounded_pair(finalize: Callable[[PyTree], PyTree], outputs: PyTree, carry: 
     return value, weight.astype(summed(outputs[1].dtype))
 
 
-def _sum(plan: Plan, out: Output, per_example: bool) -> Accumulator:
+def _sum(plan: Plan, out: Output, per_example: bool, divisor: Any = None) -> Accumulator:
     # What microbatches return is added as by `+`, which joins booleans by "or"; examples are counted, as by `sum`.
     result = summed(out.dtype) if per_example and not out.zero else out.dtype
     dtype = wide(result)
     return Accumulator(
         init=lambda x: jnp.zeros(x.shape, dtype),
         update=lambda carry, value, i: carry + value.astype(dtype),
-        finalize=lambda carry: carry.astype(result),
+        finalize=lambda carry: (carry if divisor is None else carry / jnp.asarray(divisor, dtype)).astype(result),
         aggregate=lambda values: sum_rows(values, dtype, out.product),
     )
 

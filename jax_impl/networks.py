@@ -24,6 +24,7 @@ import opt_einsum
 from .sums import wide
 
 Label = int
+_FEW = 4  # a pair, a triplet: what a loss may compare
 _counter = itertools.count()
 
 
@@ -138,6 +139,9 @@ class Term:
     scale: tuple[Factor, ...] = ()
     mask: Any = None
     precision: Any = None
+    """That of the array; norms are computed as exactly as can be."""
+    centred: bool = False
+    """Whether it is one of those that :func:`centred` makes."""
 
     @property
     def out(self) -> list[Label]:
@@ -482,7 +486,7 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
             left, right = _compared(at_x, at_y)
             met = left.reshape(*left.shape, *[1] * right.ndim) == right
             factors.append(Factor(met.astype(dtype), labels, batched))
-    value = _einsum(factors, (), sizes, dtype, a.precision)
+    value = _einsum(factors, (), sizes, dtype, jax.lax.Precision.HIGHEST)
     # A label that no factor has is an axis along which the product is constant.
     free = [x for t in (a, b) for x in t.out if x not in t.places]
     free += [k for t in (a, b) for p in t.places.values() for k in p.labels]
@@ -514,14 +518,98 @@ def read_at(factors: Sequence[Factor], label: Label, places: Places) -> list[Fac
 
 def self_inner(term: Term, dtype: Any) -> Any:
     """The squared norm of a term: by Gram matrices or from the array itself, whichever multiplies less."""
-    found = _over_taps([term], lambda part: self_inner(part, dtype))
-    if found is not None:
-        return jnp.sum(found[0])
     if _is_direct(term):
-        values = _einsum(_expanded(term.factors), _entries(term), term.sizes, dtype, term.precision)
+        values = _einsum(_expanded(term.factors), _entries(term), term.sizes, dtype, jax.lax.Precision.HIGHEST)
         return jnp.sum(jnp.square(_scaled(values, term.scale)))
-    value = inner(term, term, dtype)
+    value = _at_entries(term, dtype) if _is_placed(term) else inner(term, term, dtype)
     return jnp.zeros((), dtype) if value is None else value
+
+
+def _is_placed(term: Term) -> bool:
+    """Whether it is one array, put in places along one axis, as the gradient of an embedding is."""
+    if len(term.places) != 1 or len(term.factors) != 1:
+        return False
+    (p,), (f,) = term.places.values(), term.factors
+    plain = [x for x in term.out if x not in term.places]
+    return not p.static and len({*p.labels, *plain}) == len(p.labels) + len(plain) and set(p.labels) <= set(f.labels)
+
+
+def _at_entries(term: Term, dtype: Any) -> Any:
+    """The squared norm from what stands, in all, in the place of each entry, as the array has it.
+
+    The products of entries that stand in one place might cancel.
+    """
+    (p,), plain = term.places.values(), [x for x in term.out if x not in term.places]
+    copy = {k: new_label() for k in p.labels}
+    left, right = _compared(p, p)
+    met = left == right.reshape(*right.shape, *[1] * left.ndim)
+    same = Factor(met, (*copy.values(), *p.labels), p.batched)
+    sizes = term.sizes | {copy[k]: term.sizes[k] for k in p.labels}
+    values = _einsum(
+        [*_expanded(term.factors), same], [*copy.values(), *plain], sizes, dtype, jax.lax.Precision.HIGHEST
+    )
+    count = jnp.sum(met, tuple(range(right.ndim, met.ndim)), dtype=dtype)
+    squares = jnp.sum(jnp.square(_scaled(values, term.scale)), tuple(range(right.ndim, values.ndim)))
+    return jnp.sum(squares / jnp.maximum(count, 1))
+
+
+def centred(terms: Sequence[Term], dtype: Any) -> tuple[Term, ...]:
+    """The same sum, of terms whose norms do not cancel where those of inputs with an offset do.
+
+    Inputs with an offset, or that are almost equal, have products far larger than what is left of them where the
+    cotangents add up to zero. So each product becomes one of factors that have a mean of zero along what they share,
+    and one of the means. A factor is not needed twice: the same are used for the sum over the examples.
+    """
+    terms = merged(terms, shared=True)
+    if len(terms) == 1 and (any(isinstance(f, Windows) for f in terms[0].factors) or _is_direct(terms[0])):
+        return terms
+    return tuple(part for t in terms for part in _centred(t, dtype))
+
+
+def narrowed(f: Factor, term: Term) -> Factor:
+    """The factor without axes of length 1 that nothing else has."""
+    single = [i for i, x in enumerate(f.labels) if term.sizes[x] == 1 and x not in term.out]
+    if isinstance(f, Windows) or not single:
+        return f
+    return Factor(jnp.squeeze(f.array, single), tuple(x for i, x in enumerate(f.labels) if i not in single), f.batched)
+
+
+def _centred(term: Term, dtype: Any) -> list[Term]:
+    pairs: dict[tuple[int, ...], list[Label]] = {}
+    entries = {k for p in term.places.values() for k in p.labels}
+    for x in dict.fromkeys(x for f in term.factors for x in f.labels):
+        holders = tuple(i for i, f in enumerate(term.factors) if x in f.labels)
+        once = all(term.factors[i].labels.count(x) == 1 for i in holders)
+        if term.sizes[x] > 1 and x not in entries and x not in term.out and len(holders) == 2 and once:
+            pairs.setdefault(holders, []).append(x)
+    # In half precision there are no such offsets, and the rounding of what is left would count.
+    narrow = any(wide(f.array.dtype) != f.array.dtype or isinstance(f, Windows) for f in term.factors)
+    if not pairs or narrow or term.centred:
+        return [term]
+    pair = max(pairs, key=lambda pair: math.prod(term.sizes[x] for x in pairs[pair]))
+    # A short axis may be that of what is compared, row by row.
+    short = [[x] for x in pairs[pair] if term.sizes[x] <= _FEW]
+    long = [x for x in pairs[pair] if term.sizes[x] > _FEW]
+    parts = [term]
+    for shared in [*short, long] if long else short:
+        parts = [part for t in parts for part in _apart(t, pair, shared, dtype)]
+    return parts
+
+
+def _apart(term: Term, pair: tuple[int, ...], shared: Sequence[Label], dtype: Any) -> list[Term]:
+    """What of two factors is centred along the labels that they share, and their means."""
+    # Without axes of length 1, which XLA would take off for the norm alone, in a second copy.
+    rest = [narrowed(f, term) for f in term.factors]
+    means = list(rest)
+    at = {i: tuple(rest[i].labels.index(x) for x in shared) for i in pair}
+    mean = {i: jnp.mean(rest[i].array, at[i], dtype=dtype, keepdims=True) for i in pair}
+    for i in pair:
+        f = rest[i]
+        rest[i] = dataclasses.replace(f, array=f.array - mean[i])
+        means[i] = Factor(jnp.squeeze(mean[i], at[i]), tuple(x for x in f.labels if x not in shared), f.batched)
+    count = Factor(jnp.asarray(float(math.prod(term.sizes[x] for x in shared)), dtype), (), False)
+    of_means = term.replace(factors=tuple(means), scale=(*term.scale, count), centred=True)
+    return [term.replace(factors=tuple(rest), centred=True), of_means]
 
 
 def _entries(term: Term) -> list[Label]:
@@ -544,9 +632,7 @@ def _is_direct(term: Term) -> bool:
 
 
 def _reach(term: Term, dtype: Any) -> Any:
-    """What the norm of a term would be if nothing in it cancelled; None where that is not looked into."""
-    if any(isinstance(f, Windows) for f in term.factors):
-        return None
+    """What the norm of a term would be if nothing in it cancelled."""
     kept = {x for x in term.out if x not in term.places}
     lengths = []
     for f in term.factors:
@@ -554,7 +640,7 @@ def _reach(term: Term, dtype: Any) -> Any:
         own = tuple(i for i, x in enumerate(f.labels) if x in kept)
         labels = tuple(x for x in f.labels if x not in kept)
         lengths.append(Factor(jnp.sqrt(jnp.sum(square, own)), labels, f.batched))
-    value = _einsum(lengths, (), term.sizes, dtype, None)
+    value = _einsum(lengths, (), term.sizes, dtype, jax.lax.Precision.HIGHEST)
     return _masked(jnp.abs(_scaled(value, term.scale)), term.mask)
 
 
@@ -565,12 +651,11 @@ def _trusted(total: Any, terms: Sequence[Term], dtype: Any) -> Any:
     itself keeps: inputs with an offset, whose cotangents add up to zero. Where less than two digits are left, the norm
     is taken for as large as it may be: an example is then clipped more than it had to be, but never less.
     """
-    if len(terms) == 1 and (_is_direct(terms[0]) or all(n == 1 for n in _summed(terms[0]).values())):
+    exact = lambda t: _is_direct(t) or _is_placed(t) or all(n == 1 for n in _summed(t).values())
+    if len(terms) == 1 and exact(terms[0]):
         return total
-    reach = [_reach(t, dtype) for t in terms]
-    if any(r is None for r in reach):
-        return total
-    error = 4 * jnp.finfo(dtype).eps * jnp.square(sum(reach))
+    reach = sum(_reach(t, dtype) for t in terms)
+    error = jnp.square(2 * math.sqrt(jnp.finfo(dtype).eps) * reach)
     return jnp.where(total < 100 * error, total + error, total)
 
 
@@ -582,9 +667,15 @@ def _summed(term: Term) -> dict[Label, int]:
 
 def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
     """The squared norm of a sum of terms, products of different terms included."""
+    if not terms:
+        return jnp.zeros((), wide(dtype))
     dtype = working(terms, dtype)
+    found = _over_taps(terms, lambda *parts: squared_norm(parts, dtype))
+    if found is not None:
+        return jnp.sum(found[0])
+    terms = [t.replace(factors=tuple(_expanded(t.factors))) for t in terms]
+    terms = [balanced(t) for t in centred(terms, dtype)]
     total = jnp.zeros((), dtype)
-    terms = [balanced(t) for t in terms]
     for i, a in enumerate(terms):
         total = total + _masked(self_inner(a, dtype), a.mask)
         for b in terms[:i]:
@@ -592,7 +683,7 @@ def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
             if product is not None:
                 total = total + 2 * _masked(_masked(product, a.mask), b.mask)
     # Where entries of a product cancel, rounding may leave less than nothing.
-    return _trusted(jnp.maximum(total, 0), terms, dtype) if terms else total
+    return _trusted(jnp.maximum(total, 0), terms, dtype)
 
 
 def working(terms: Sequence[Term], dtype: Any) -> Any:
@@ -636,66 +727,81 @@ def folded(term: Term) -> Term:
     return term.replace(factors=tuple(factors), scale=())
 
 
-def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Terms that differ only in what they sum over as one, its factors joined along that axis."""
+def merged(terms: Sequence[Term], shared: bool = False) -> tuple[Term, ...]:
+    """Terms that differ only in what they sum over as one, its factors joined along that axis.
+
+    With ``shared`` also those whose factors are the same for all examples, where only a norm will be taken.
+    """
     groups: dict[Any, list[Term]] = {}
     for term in terms:
-        key = _kind(term)
+        key = _kind(term, shared)
         groups.setdefault(key if key is not None else object(), []).append(term)
     return tuple(_joined(group) if len(group) > 1 else group[0] for group in groups.values())
 
 
-def _kind(term: Term) -> Any:
+def _kept(term: Term) -> list[Label]:
+    """The labels that are not summed over, row-major: those of known places stand for the axis that they are put in."""
+    placed = {x: p.labels for x, p in term.places.items() if p.static}
+    return [k for x in term.out for k in placed.get(x, (x,))]
+
+
+def _kind(term: Term, shared: bool) -> Any:
     """What terms have to share to be joined; None for one that cannot be."""
-    out = term.out
-    summed = {x for f in term.factors for x in f.labels} | {k for p in term.places.values() for k in p.labels}
+    out, places = _kept(term), {x: p for x, p in term.places.items() if not p.static}
+    summed = {x for f in term.factors for x in f.labels} | {k for p in places.values() for k in p.labels}
     summed = {x for x in summed - set(out) if term.sizes[x] != 1}
-    parts = [f.labels for f in term.factors] + [p.labels for p in term.places.values()]
-    if any(isinstance(f, Windows) or not f.batched for f in term.factors) or term.mask is not None:
+    parts = [f.labels for f in term.factors] + [p.labels for p in places.values()]
+    if any(isinstance(f, Windows) or not (f.batched or shared) for f in term.factors) or term.mask is not None:
         return None
     if any(not summed <= set(labels) for labels in parts) or any(len(set(labels)) < len(labels) for labels in parts):
         return None
-    if any(p.static for p in term.places.values()) or len(set(out)) < len(out) or not term.factors:
+    if term.centred or len(set(out)) < len(out) or not term.factors:
         return None
     sizes = tuple(tuple(term.sizes[x] for x in axis) for axis in term.axes)
     held = tuple(sorted(tuple(i for i, x in enumerate(out) if x in f.labels) for f in term.factors))
-    placed = tuple(i for i, x in enumerate(out) if x in term.places)
+    placed = tuple(i for i, x in enumerate(out) if x in places)
+    known = tuple((term.out.index(x), p.index.shape, p.index.tobytes()) for x, p in term.places.items() if p.static)
     dtypes = tuple(f.array.dtype for f in term.factors)
-    return sizes, held, placed, str(term.precision), dtypes if len(set(dtypes)) > 1 else dtypes[:1]
+    return sizes, held, placed, known, str(term.precision), dtypes if len(set(dtypes)) > 1 else dtypes[:1]
 
 
 def _joined(terms: Sequence[Term]) -> Term:
-    label = new_label()
-    first = terms[0]
+    first, label, row = terms[0], new_label(), new_label()
     columns: list[list[Factor]] = [[] for _ in first.factors]
     indices: dict[int, list[Places]] = {}
+    counts = []
     for term in map(folded, terms):
-        out = term.out
+        out = _kept(term)
         summed = sorted(x for x in set(term.factors[0].labels) - set(out) if term.sizes[x] != 1)
-        count = math.prod(term.sizes[x] for x in summed)
+        counts.append(math.prod(term.sizes[x] for x in summed))
         position = lambda f, out=out: tuple(i for i, x in enumerate(out) if x in f.labels)
         for column, f in zip(columns, sorted(term.factors, key=position), strict=True):
             kept = [x for x in out if x in f.labels]
             single = [x for x in f.labels if x not in kept and x not in summed]
             array = f.array.transpose([f.labels.index(x) for x in (*single, *summed, *kept)])
-            array = array.reshape(count, *(term.sizes[x] for x in kept))
+            array = array.reshape(counts[-1], *(term.sizes[x] for x in kept))
             column.append(Factor(array, tuple(i for i, x in enumerate(out) if x in f.labels), f.batched))
         for x, p in term.places.items():
-            flat = jnp.transpose(p.index, [p.labels.index(k) for k in summed]).reshape(count)
-            indices.setdefault(out.index(x), []).append(dataclasses.replace(p, index=flat))
-    out = first.out
-    sizes = {x: first.sizes[x] for x in out}
+            if not p.static:
+                flat = jnp.transpose(p.index, [p.labels.index(k) for k in summed]).reshape(counts[-1])
+                indices.setdefault(out.index(x), []).append(dataclasses.replace(p, index=flat))
+    # A few of the same length stay apart, as what is compared may be: each row with that of the others.
+    apart = len(terms) <= _FEW and counts[0] > 1 and len(set(counts)) == 1
+    rows = (label, row) if apart else (label,)
+    lengths = (len(terms), counts[0]) if apart else (sum(counts),)
+    join = lambda arrays: jnp.concatenate(arrays).reshape(*lengths, *arrays[0].shape[1:])
+    out = _kept(first)
     factors = tuple(
         Factor(
-            jnp.concatenate([f.array for f in column]),
-            (label, *(out[i] for i in column[0].labels)),
+            join([f.array for f in column]),
+            (*rows, *(out[i] for i in column[0].labels)),
             any(f.batched for f in column),
         )
         for column in columns
     )
-    places = {
-        out[i]: Places(jnp.concatenate([p.index for p in ps]), (label,), ps[0].size, any(p.batched for p in ps))
+    places = {x: p for x, p in first.places.items() if p.static} | {
+        out[i]: Places(join([p.index for p in ps]), rows, ps[0].size, any(p.batched for p in ps))
         for i, ps in indices.items()
     }
-    sizes[label] = factors[0].array.shape[0]
+    sizes = {x: first.sizes[x] for x in (*first.out, *out)} | dict(zip(rows, lengths, strict=True))
     return Term(factors, first.axes, sizes, places, (), None, first.precision)

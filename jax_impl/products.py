@@ -8,7 +8,9 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from .binding import bind
@@ -22,8 +24,10 @@ from .networks import (
     UnsupportedError,
     Windows,
     balanced,
+    centred,
     inner,
     matched,
+    narrowed,
     new_label,
     read_at,
     squared_norm,
@@ -60,7 +64,7 @@ def _number(ev: Any, v: Any) -> Any:
 def _multiply(ev: Any, e: Any) -> Any:
     left, right = e.invars
     if ev.kinds.get(e.outvars[0]) == "squares":
-        return Squares(lazy(ev, left))
+        return _squares(ev, left)
     shape, dtype = e.outvars[0].aval.shape, e.outvars[0].aval.dtype
     for value, other in ((left, right), (right, left)):
         number = _number(ev, other)
@@ -99,14 +103,6 @@ def _product(a: Term, b: Term) -> Term:
     return _absorbed(a.replace(axes=tuple(axes), sizes=sizes, scale=(*a.scale, *b.scale), mask=mask), factors)
 
 
-def _narrowed(f: Factor, term: Term) -> Factor:
-    """The factor without axes of length 1 that nothing else has."""
-    single = [i for i, x in enumerate(f.labels) if term.sizes[x] == 1 and x not in term.out]
-    if isinstance(f, Windows) or not single:
-        return f
-    return Factor(jnp.squeeze(f.array, single), tuple(x for i, x in enumerate(f.labels) if i not in single), f.batched)
-
-
 def _of_products(*dtypes: Any) -> Any:
     """The dtype for products that the program itself never forms: those of float16 and smaller may not fit it."""
     roomy = [wide(dtype) if is_narrow(dtype) else dtype for dtype in dtypes]
@@ -116,7 +112,7 @@ def _of_products(*dtypes: Any) -> Any:
 def _absorbed(term: Term, extra: Sequence[Factor]) -> Term:
     """The term with more factors, each multiplied into one that has its labels, if there is one."""
     factors = list(term.factors)
-    for f in [_narrowed(f, term) for f in extra]:
+    for f in [narrowed(f, term) for f in extra]:
         fits = [
             i
             for i, g in enumerate(factors)
@@ -158,10 +154,19 @@ def _masked(g: Factor, mask: Factor) -> Factor:
     return dataclasses.replace(g, array=array, batched=g.batched or mask.batched)
 
 
+def _has_inverse(array: Any, dtype: Any) -> bool:
+    size = np.abs(np.asarray(array, np.float64))
+    info = jnp.finfo(dtype)
+    return bool(((size >= float(info.tiny)) & (size < 0.25 / float(info.tiny)) | (size == 0)).all())
+
+
 def _divide(ev: Any, e: Any) -> Lazy:
     value, other = e.invars
     number = _number(ev, other)
     out = e.outvars[0].aval
+    held = number if number is not None else None if ev.is_batched(other) else ev.array(other)
+    if held is not None and not isinstance(held, jax.core.Tracer) and not _has_inverse(held, wide(out.dtype)):
+        raise UnsupportedError("a divisor near the ends of the range")
     if number is not None:  # the inverse of a number in half precision may not fit it
         return _scaled(ev, value, out.shape, 1 / jnp.asarray(number, wide(out.dtype)), ev.is_batched(other))
     if ev.is_batched(other):
@@ -223,10 +228,19 @@ def _reduce_sum(ev: Any, e: Any) -> Any:
     return lazy(ev, v).map(summed, out.shape)
 
 
+def _squares(ev: Any, v: Any) -> Squares:
+    value = lazy(ev, v)
+    terms = centred(value.terms, working(value.terms, value.dtype))
+    if any(t.centred for t in terms):
+        ev.replace(value.terms, terms)
+        value = dataclasses.replace(value, terms=terms)
+    return Squares(value)
+
+
 def _square(ev: Any, e: Any) -> Squares:
     if ev.kinds.get(e.outvars[0]) != "squares":
         raise UnsupportedError("squares that are not summed")
-    return Squares(lazy(ev, e.invars[0]))
+    return _squares(ev, e.invars[0])
 
 
 def _unmoved(ev: Any, v: Any) -> Lazy:
@@ -239,12 +253,27 @@ def _unmoved(ev: Any, v: Any) -> Lazy:
     return before.map(lambda t: t.replace(axes=tuple(t.axes[i] for i in order)), v.aval.shape)
 
 
+def _is_same(ev: Any, a: Any, b: Any) -> bool:
+    """Whether two variables are one array, moved and cast in the same way."""
+    moves = ("reshape", "squeeze", "transpose", "convert_element_type", "copy")
+    while a is not b:
+        if any(isinstance(v, Literal) or v not in ev.makers for v in (a, b)):
+            return False
+        e, f = ev.makers[a], ev.makers[b]
+        if e.primitive is not f.primitive or e.primitive.name not in moves or str(e.params) != str(f.params):
+            return False
+        a, b = e.invars[0], f.invars[0]
+    return True
+
+
 def _dot(ev: Any, e: Any) -> Any:
     left, right = e.invars
     (contract_l, contract_r), (batch_l, batch_r) = e.params["dimension_numbers"]
     held = [isinstance(ev.read(v), Lazy) for v in e.invars]
     a, b = _unmoved(ev, left), _unmoved(ev, right)
     out = e.outvars[0].aval
+    if not out.shape and all(held) and contract_l == contract_r and _is_same(ev, left, right):
+        return squared_norm(_squares(ev, left).of.terms, out.dtype).astype(out.dtype)
     if not out.shape and all(held):
         order = sorted(range(len(contract_l)), key=lambda i: contract_l[i])
         a = a.map(balanced)
@@ -260,7 +289,7 @@ def _dot(ev: Any, e: Any) -> Any:
         return total.astype(out.dtype)
     if any(held) and ev.is_batched(right if held[0] else left):
         raise UnsupportedError("a product with what differs between examples")
-    precision, dtype = e.params.get("precision"), out.dtype
+    precision, dtype = _of_sums(e.params.get("precision")), out.dtype
 
     def join(s: Term, t: Term) -> tuple[Term, list[Factor]]:
         t = t.fresh()
@@ -311,6 +340,19 @@ def _dot(ev: Any, e: Any) -> Any:
     return Lazy(out.shape, out.dtype, tuple(terms))
 
 
+def _of_sums(precision: Any) -> Any:
+    """A product's precision for a sum over examples: not one that weights, or a sum of many, might not fit."""
+    default = jax.lax.Precision.DEFAULT
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        left, _, total = f"{precision.name}_f32_f32".split("_")[:3]  # "DEFAULT" has no more parts
+        return default if "F8" in precision.name or left == "F16" or total in ("F16", "BF16") else precision
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        types = (precision.lhs_precision_type, precision.rhs_precision_type)
+        sums = precision.accumulation_type
+        return default if any(map(is_narrow, types)) or wide(sums) != sums else precision
+    return precision
+
+
 def _contracted(term: Term, extra: Sequence[Factor], dtype: Any) -> Term:
     """Join each further factor with the one factor that shares its summed labels, where that makes it no larger."""
     factors = list(term.factors)
@@ -327,6 +369,7 @@ def _contracted(term: Term, extra: Sequence[Factor], dtype: Any) -> Term:
                 number = lambda given, numbers=numbers: [numbers[x] for x in given]
                 array = jnp.einsum(
                     *(g.array, number(g.labels), f.array, number(f.labels), number(labels)),
+                    precision=term.precision,
                     preferred_element_type=_of_products(g.array.dtype, f.array.dtype, dtype),
                 )
                 factors[sharing[0]] = Factor(array, tuple(labels), g.batched or f.batched)

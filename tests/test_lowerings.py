@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -510,3 +511,49 @@ def test_repeated_elements_of_a_size_that_is_given() -> None:
         assert torch.equal(*grads)
     with pytest.raises(RuntimeError, match="allocated size does not match"):
         as_torch(as_jax(fun))(x, torch.tensor([1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)],
+)
+def test_nan_stays_in_its_group_of_a_convolution(inputs: int, outputs: int) -> None:
+    """Also where a group has one channel, forwards or backwards, and in the types that XLA spreads the groups of."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4 * inputs, 7, dtype=torch.float64)
+    x[0, 0, 3] = math.nan
+    w = torch.randn(4 * outputs, inputs, 3, dtype=torch.float64)
+    t = torch.randn(4 * inputs, outputs, 3, dtype=torch.float64)
+
+    def loss(x: Any, w: Any, t: Any) -> Any:
+        plain = F.conv1d(x, w, groups=4, stride=2, padding=1)
+        transposed = F.conv_transpose1d(x, t, groups=4, dilation=2)
+        return plain.sin().sum() + transposed.sin().sum(), (plain, transposed)
+
+    def both(x: Any, w: Any, t: Any) -> Any:
+        grads, outs = torch.func.grad(loss, (0, 1, 2), has_aux=True)(x, w, t)
+        return *grads, *outs
+
+    got = as_torch(lambda *args: jax.jit(as_jax(both))(*args))(x, w, t)
+    derived = as_torch(lambda *args: jax.grad(lambda *a: as_jax(loss)(*a)[0], (0, 1, 2))(*args))(x, w, t)
+    want = both(x, w, t)
+    for ours, right in zip([*got, *derived], [*want, *want[:3]], strict=True):
+        torch.testing.assert_close(ours, right, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_divisors_near_the_ends_of_the_range(dtype: torch.dtype) -> None:
+    """As a number, and as a tensor that is captured, made in the function, or given: XLA multiplies by its inverse."""
+    large = torch.finfo(dtype).max / 3
+    x = torch.tensor([large, -3 * large, large / 1e10, 1.0, 0.0], dtype=dtype)
+    captured = torch.tensor(large, dtype=dtype)
+
+    def quotients(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x / large, x / captured, x / torch.tensor(large, dtype=dtype), x / y, x / (y * 0 + 3), x / -captured
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = as_torch(as_jax(quotients))(x, captured)
+    for ours, right in zip(got, quotients(x, captured), strict=True):
+        torch.testing.assert_close(ours[:3], right[:3], rtol=1e-6, atol=0)
+        torch.testing.assert_close(ours, right)

@@ -303,6 +303,47 @@ def test_backward_writes_gradients_with_noise():
     assert_close({k: p.grad for k, p in model.named_parameters() if p.grad is not None}, runs[0])
 
 
+def test_half_precision_holds_the_mean_of_what_does_not_fit_it():
+    x = torch.full((256, 4), 400.0)
+    for dtype in (torch.float16, torch.bfloat16):
+        model = nn.Linear(4, 1).to(dtype)
+        model.bias.data = model.bias.data.float()
+        criterion = lambda model, x: (x.to(model.weight.dtype) @ model.weight.T).float().sum() + model.bias.sum()
+        for size in (None, 64):
+            model.zero_grad()
+            mt.clipped_backward(model, criterion, max_grad_norm=1000.0, microbatch_size=size)(x)
+            assert model.weight.grad.dtype == dtype
+            assert model.bias.grad.dtype == torch.float32
+            torch.testing.assert_close(model.weight.grad.float(), torch.full((1, 4), 400.0))
+        loss = lambda w, x: (w * x.to(w.dtype)).sum().float()
+        for divisor, clip, want in ((256.0, 1000.0, 400.0), (70000.0, 1.0, 0.5 * 256 / 70000)):
+            grad = mt.clipped_grad(loss, l2_clip_norm=clip, normalize_by=divisor)(torch.ones(4, dtype=dtype), x)
+            torch.testing.assert_close(grad.float(), torch.full((4,), want), rtol=1e-2, atol=0)
+        # Noise of standard deviation 1e5 is added before the sum is divided.
+        model.zero_grad()
+        norm = torch.tensor(1000.0, dtype=dtype)
+        options = {"noise_multiplier": 100.0, "expected_batch_size": 1e5}
+        wide = nn.Linear(400, 1, bias=False).to(dtype)
+        criterion = lambda model, x: model(x.to(model.weight.dtype)).float().sum()
+        generator = torch.Generator().manual_seed(0)
+        mt.clipped_backward(wide, criterion, max_grad_norm=norm, generator=generator, **options)(torch.zeros(2, 400))
+        assert 0.8 < wide.weight.grad.float().std() < 1.2
+
+
+def test_factors_of_norms_are_real_numbers():
+    w, x = torch.ones(4), torch.ones(3, 4)
+    loss = lambda w, x: (w * x).sum()
+    for scale, error, message in (
+        (lambda n: n * 1j, TypeError, "must return a real number"),
+        (lambda n: n[None], ValueError, "must return a number, got shape"),
+    ):
+        transform = mt.rescale_by_norm(scale)
+        with pytest.raises(error, match=message):
+            transform(w)
+        with pytest.raises(error, match=message):
+            mt.micro_grad(loss, transform_fn=transform)(w, x)
+
+
 def test_backward_adds_to_what_is_there():
     model, params, x, y, loss, _ = set_up("linear")
     want, _ = one_by_one(loss, params, x, y, 0.5)

@@ -77,7 +77,8 @@ def rescale_by_norm(scale_fn: Callable[[torch.Tensor], Any], *, nan_safe: bool =
         nan_safe: gradients whose norm or factor is not finite become zero.
 
     Raises:
-        TypeError: ``scale_fn`` is not callable.
+        TypeError: ``scale_fn`` is not callable, or, at the call, its factor is complex.
+        ValueError: at the call, a factor that is not of shape ``()``.
 
     >>> import torch
     >>> from microtome import torch_api as mt
@@ -90,6 +91,10 @@ def rescale_by_norm(scale_fn: Callable[[torch.Tensor], Any], *, nan_safe: bool =
     def transform(grads: Any) -> Any:
         norm = global_norm(grads)
         scale = torch.as_tensor(scale_fn(norm))
+        if scale.ndim:
+            raise ValueError(f"scale_fn must return a number, got shape {tuple(scale.shape)}.")
+        if scale.is_complex():
+            raise TypeError(f"scale_fn must return a real number, got {scale.dtype}.")
         return _scaled(grads, scale, torch.isfinite(norm) & torch.isfinite(scale) if nan_safe else None)
 
     return transform
@@ -314,20 +319,28 @@ def clipped_backward(
         args, kwargs = batch
         return torch.func.functional_call(whole, {"model." + k: p for k, p in params.items()}, args, kwargs)
 
-    step: Any = clipped_grad(
-        loss,
-        l2_clip_norm=max_grad_norm,
-        return_values=True,
-        return_grad_norms=True,
-        microbatch_size=microbatch_size,
-        nan_safe=nan_safe,
-    )
+    @functools.cache
+    def summing_in(dtype: torch.dtype | None) -> Any:
+        return clipped_grad(
+            loss,
+            l2_clip_norm=max_grad_norm,
+            return_values=True,
+            return_grad_norms=True,
+            microbatch_size=microbatch_size,
+            nan_safe=nan_safe,
+            dtype=dtype,
+        )
 
     def trained() -> dict[str, torch.nn.Parameter]:
         params = {k: p for k, p in model.named_parameters() if p.requires_grad}
         if not params:
             raise ValueError("model has no parameter that requires a gradient.")
         return params
+
+    def step(params: dict[str, torch.nn.Parameter]) -> Any:
+        # What half precision holds is the mean: sums of many, and noise before it is divided, may not fit it.
+        narrow = any(p.dtype != _wide(p) for p in params.values())
+        return summing_in(functools.reduce(torch.promote_types, map(_wide, params.values())) if narrow else None)
 
     def backward(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> ClippedAux:
         params = trained()
@@ -338,7 +351,7 @@ def clipped_backward(
                 "optimizer.zero_grad() before each call; for a batch that does not fit, pass microbatch_size."
             )
         with torch.no_grad():
-            grads, aux = step(params, (batch, named), is_padding_example=is_padding_example)
+            grads, aux = step(params)(params, (batch, named), is_padding_example=is_padding_example)
             if is_padding_example is not None:
                 real = ~torch.as_tensor(is_padding_example, device=aux.values.device)
                 aux = aux._replace(values=aux.values[real], grad_norms=aux.grad_norms[real])
@@ -348,8 +361,8 @@ def clipped_backward(
             for name, grad in grads.items():
                 if noise_multiplier:
                     noise = torch.randn(grad.shape, dtype=_wide(grad), device=grad.device, generator=generator)
-                    grad += noise * (noise_multiplier * max_grad_norm)
-                grad /= count
+                    grad += noise * noise_multiplier * max_grad_norm
+                grad = (grad / count).to(params[name].dtype) if grad.dtype != params[name].dtype else grad.div_(count)
                 if params[name].grad is None:
                     params[name].grad = grad
                 else:
@@ -358,10 +371,12 @@ def clipped_backward(
         return aux
 
     def compiled(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> Any:
-        return step.compiled(trained(), (batch, named), is_padding_example=is_padding_example)
+        params = trained()
+        return step(params).compiled(params, (batch, named), is_padding_example=is_padding_example)
 
     def explain(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> Any:
-        return step.explain(trained(), (batch, named), is_padding_example=is_padding_example)
+        params = trained()
+        return step(params).explain(params, (batch, named), is_padding_example=is_padding_example)
 
     call: Any = backward
     call.compiled, call.explain = compiled, explain
