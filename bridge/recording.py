@@ -99,7 +99,7 @@ def _apart_from_callers() -> Iterator[None]:
         ti.without_forward_mode(),
         ti.without_saved_tensor_hooks(),
         torch.autograd.set_detect_anomaly(False),
-        torch.inference_mode(False),  # under it autograd records nothing: derivatives would be zero
+        ti.without_inference_mode(),  # under it autograd records nothing: derivatives would be zero
         ti.without_modes() if recording() is not None else contextlib.nullcontext(),
     ):
         yield

@@ -113,6 +113,7 @@ __all__ = [
     "unwrap",
     "unwrap_if_dead",
     "without_forward_mode",
+    "without_inference_mode",
     "without_modes",
     "without_other_tracers",
     "without_saved_tensor_hooks",
@@ -138,7 +139,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def blank(dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """A tensor of a form that takes no memory, for a place in a trace; whatever is active around, it is a plain one."""
-    with without_modes(), temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+    with without_modes(), temporarily_clear_interpreter_stack(), without_inference_mode():
         return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
@@ -272,6 +273,13 @@ _INFERENCE = _Inference()
 def asks_inference(default: bool) -> bool:
     """Whether inference mode is on for the code that is recorded, where ``default`` says that of its caller."""
     return _INFERENCE.modes[-1] if _INFERENCE.modes else default
+
+
+@contextlib.contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """A scope outside of inference mode, whatever the code that is recorded thinks."""
+    with torch._C._InferenceMode(False):
+        yield
 
 
 @contextlib.contextmanager

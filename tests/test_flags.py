@@ -28,11 +28,14 @@ def _called(setter: Fun, value: Any, back: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
-    setattr(owner, name, value)
+    # torch's own test helpers, where they have been imported, freeze the flags of backends.
+    with _BACKENDS.__allow_nonbracketed_mutation():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        with _BACKENDS.__allow_nonbracketed_mutation():
+            setattr(owner, name, before)
 
 
 _BACKENDS: Any = torch.backends

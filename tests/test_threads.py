@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -224,10 +225,10 @@ _ELSEWHERE_WRONG = dict.fromkeys(
 @contextlib.contextmanager
 def _while_tracing(action: Callable[[], Any]) -> Iterator[list[Any]]:
     """Do something in another thread just while the body of a traced function runs."""
-    inside, done, results = threading.Event(), threading.Event(), []
+    inside, done, results = queue.SimpleQueue(), threading.Event(), []  # setting an event is refused in a trace
 
     def other() -> None:
-        inside.wait(30)
+        inside.get(timeout=30)
         try:
             results.append(action())
         except BaseException as error:
@@ -235,7 +236,7 @@ def _while_tracing(action: Callable[[], Any]) -> Iterator[list[Any]]:
         done.set()
 
     def fun(x: torch.Tensor) -> torch.Tensor:
-        inside.set()
+        inside.put(None)
         done.wait(2)
         return x * 2
 
@@ -245,7 +246,7 @@ def _while_tracing(action: Callable[[], Any]) -> Iterator[list[Any]]:
         results.append(_through(fun)(torch.ones(3)))
         yield results
     finally:
-        inside.set()
+        inside.put(None)
         thread.join(30)
 
 

@@ -136,13 +136,7 @@ def div(x: Any, y: Any, *, results: Any) -> Array:
         scale = 1 / step if 0.25 / normal < abs(y) <= info.max else step if 0 < abs(y) < normal else 1.0
         if scale != 1:
             return jax.lax.optimization_barrier(x / jnp.asarray(y * scale, dtype)) * jnp.asarray(scale, dtype)
-    y = jnp.asarray(y, dtype)
-    if y.size != 1:
-        return x / y
-    large = jnp.abs(y) > 0.25 / jnp.finfo(dtype).tiny
-    # Hidden, so that two factors of a number that is known do not become its reciprocal again.
-    scale = jax.lax.optimization_barrier(jnp.where(large, 2.0 ** -(jnp.finfo(dtype).nmant + 1), 1).astype(dtype))
-    return x / (y * scale) * scale
+    return x / jnp.asarray(y, dtype)
 
 
 @lowering("aten._to_copy", "aten.to", "prims.convert_element_type", results=True)
