@@ -23,7 +23,7 @@ help:
 	@echo "make test    run the tests but for the slow sweeps (WORKERS=$(WORKERS), PYTEST_ARGS=...)"
 	@echo "make cut     run those of them that meet torch and JAX most widely; LATEST=1 takes the newest releases"
 	@echo "make sweeps  run the slow sweeps: an eighth of torch's operator database, many models and shapes"
-	@echo "make long    run the rest of the operator database and thousands of random programs"
+	@echo "make long    run the rest of the operator database, thousands of random programs and 85 families of models"
 	@echo "make lint    check style, format and types"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench   run the benchmarks"
@@ -54,7 +54,7 @@ sweeps: $(STAMPS)/test $(STAMPS)/examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 long: $(STAMPS)/test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long $(PYTEST_ARGS)
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

@@ -1,0 +1,52 @@
+"""Families of models: forward pass, gradient and clipped gradient, against eager torch, one example at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from model_families import FAMILIES, make
+from torch import nn
+
+from microtome import torch_api as mt
+from microtome.bridge import as_jax, as_torch
+
+CLOSE = {"rtol": 2e-3, "atol": 2e-5}
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # what transformers and torch say while models are built is theirs
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_computes_as_in_eager_torch(name: str) -> None:
+    model, batch, apply = make(name)
+
+    def loss(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+        return apply(model, *batch).log_softmax(-1)[..., 0].mean()
+
+    with torch.no_grad():
+        torch.testing.assert_close(as_torch(as_jax(lambda *b: apply(model, *b)))(*batch), apply(model, *batch), **CLOSE)
+
+    loss(model, *batch).backward()
+    expected: Any = _gradients(model)
+    as_torch(as_jax(lambda *b: loss(model, *b)))(*batch).backward()
+    torch.testing.assert_close(_gradients(model), expected, **CLOSE)
+
+    examples = []
+    for i in range(3):
+        loss(model, *(x[i : i + 1] for x in batch)).backward()
+        examples.append(_gradients(model))
+    norms = [math.sqrt(sum(float(g.double().square().sum()) for g in grads.values())) for grads in examples]
+    bound = 0.7 * sorted(norms)[1]
+    aux = mt.clipped_backward(model, loss, max_grad_norm=bound)(*batch)
+    torch.testing.assert_close(aux.grad_norms, torch.tensor(norms), **CLOSE)
+    scales = [min(1, bound / norm) / 3 for norm in norms]
+    expected = {n: sum(s * grads[n] for s, grads in zip(scales, examples, strict=True)) for n in examples[0]}
+    torch.testing.assert_close(_gradients(model), expected, **CLOSE)
