@@ -13,6 +13,7 @@ from torch import nn
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
 
+REFUSED = {"Longformer": "a Python number or bool was asked"}  # whether a token attends to all others
 CLOSE = {"rtol": 2e-3, "atol": 2e-5}
 
 
@@ -30,6 +31,11 @@ def test_a_family_computes_as_in_eager_torch(name: str) -> None:
 
     def loss(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
         return apply(model, *batch).log_softmax(-1)[..., 0].mean()
+
+    if name in REFUSED:
+        with pytest.raises(TypeError, match=REFUSED[name]):
+            as_torch(as_jax(lambda *b: apply(model, *b)))(*batch)
+        return
 
     with torch.no_grad():
         torch.testing.assert_close(as_torch(as_jax(lambda *b: apply(model, *b)))(*batch), apply(model, *batch), **CLOSE)
