@@ -7,7 +7,9 @@ PYTHON ?= python3
 LATEST ?=
 VENV := $(if $(LATEST),.venv-latest/$(notdir $(PYTHON)),.venv)
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install $(if $(LATEST),,-c constraints.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The variable: constraints in pip's own configuration do not count either.
+INSTALL := $(if $(LATEST),PIP_CONSTRAINT=/dev/null $(PIP) install,$(PIP) install -c constraints.txt)
 STAMPS := $(VENV)/.stamps
 
 # Fastest on two cores; `make test PYTEST_ARGS='-x --lf'` adds options.
@@ -47,7 +49,7 @@ CUT := as_jax as_torch autograd checkpoints clipping global_state lift lowerings
 	readme scanning threads torch_clipping
 
 cut: install
-	$(BIN)/python -m pip --disable-pip-version-check list | grep -E '^(torch|torchax|jax|jaxlib|numpy) '
+	$(PIP) list | grep -E '^(torch|torchax|jax|jaxlib|numpy) '
 	$(QUICK) $(CUT:%=tests/test_%.py) $(PYTEST_ARGS)
 
 sweeps: $(STAMPS)/test $(STAMPS)/examples

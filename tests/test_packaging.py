@@ -101,8 +101,9 @@ def test_the_wheel_alone_runs_the_readme_with_the_newest_releases(wheel: Path) -
     with tempfile.TemporaryDirectory() as folder:  # pytest would keep it for three runs
         venv.create(folder, with_pip=True)
         python = Path(folder, "bin", "python")
-        # Of the environment around, pip and Python heed nothing that points into this repository.
-        outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON") and k != "PIP_CONSTRAINT"}
+        # Nothing of the environment around points into this repository, or bounds a release.
+        outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        outside["PIP_CONSTRAINT"] = os.devnull
         _run(python, *PIP, "install", wheel, env=outside, cwd=folder)
         command = (python, "-I", "-W", "error::UserWarning", "-W", "error::RuntimeWarning", "-c", README_PROGRAM)
         out = _run(*command, input=json.dumps(BLOCKS), env=outside, cwd=folder)
