@@ -199,11 +199,11 @@ def layers_stacked_in_a_scan(p, x):
     return total(jax.lax.scan(layer, x, p)[0])
 
 
-@case({"u": normal(20, 20)}, normal(ROWS, 2, 3, 20), "u")
+@case({"u": normal(80, 80)}, normal(ROWS, 2, 3, 80), "u")
 def scan_in_a_scan(p, x):
-    inner = lambda h, xt: (jnp.tanh(h @ p["u"] + xt), None)
+    inner = lambda h, xt: (jnp.tanh(h @ p["u"] / 8 + xt), None)
     outer = lambda h, xs: (jax.lax.scan(inner, h, xs)[0], None)
-    return total(jax.lax.scan(outer, jnp.zeros(20), x[0])[0])
+    return total(jax.lax.scan(outer, jnp.zeros(80), x[0])[0])
 
 
 @case({"v": normal(16, 20), "g": normal(16, 1)}, normal(ROWS, 20), "v")

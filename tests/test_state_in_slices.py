@@ -174,6 +174,7 @@ def _there_and_back(net: Any, x: torch.Tensor) -> Any:
     return out
 
 
+@pytest.mark.filterwarnings("ignore:.*keeps a tensor in _Net.other:UserWarning")  # where parameters are replaced
 @pytest.mark.parametrize("name", _ALL)
 def test_what_each_slice_finds_as_it_was_is_no_change(name: str) -> None:
     torch.manual_seed(0)
