@@ -322,6 +322,10 @@ def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Arra
             result = lower(*checked(node.op, args, node.line), **kwargs, _results=node.results, _key=draw_key)
         except (TypeError, ValueError, NotImplementedError, AssertionError, AttributeError, IndexError) as error:
             raise TypeError(f"{node.line}: {node.op} could not be expressed in JAX: {error}") from error
+        except RuntimeError as error:  # torch's own refusal
+            if type(error) is not RuntimeError:
+                raise
+            raise RuntimeError(f"{node.line}: {error}") from error
         if node.single:
             value = _as_eager(result, node.results[0])
             values[i] = jax.lax.optimization_barrier(value) if i in graph.guarded_results else value

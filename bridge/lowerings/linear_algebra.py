@@ -60,7 +60,7 @@ def lu_factor(a: Array, pivot: bool = True, check_errors: bool = False) -> tuple
 
 def _check_pivots(pivot: bool) -> None:
     if not pivot:
-        raise NotImplementedError("LU without pivoting has no counterpart in JAX, and torch has none on the CPU")
+        raise RuntimeError("LU without pivoting has no counterpart in JAX, and is not implemented in torch on the CPU")
 
 
 def _first(bad: Array) -> Array:
