@@ -99,13 +99,19 @@ _SIZES_OF: dict[str, dict[str, Any]] = {
     "EfficientNet": {"image_size": 32, "width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
     "MobileNetV2": {"image_size": 32, "depth_multiplier": 0.35},
 }
-_HEADS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "ForConditionalGeneration", "MTModel")
+_HEADS = {
+    DECODERS: ("ForCausalLM", "LMHeadModel"),
+    ENCODERS: ("ForSequenceClassification",),
+    PAIRS: ("ForConditionalGeneration", "MTModel"),
+    VISION: ("ForImageClassification",),
+}
 
 
 def make(name: str) -> tuple[nn.Module, Batch, Apply]:
     """A model in evaluation mode, a batch of three, and ``apply(model, *batch) -> [3, ...]``."""
     torch.manual_seed(0)
-    head = "ForImageClassification" if name in VISION else next(h for h in _HEADS if hasattr(transformers, name + h))
+    heads = next(heads for names, heads in _HEADS.items() if name in names)
+    head = next(head for head in heads if hasattr(transformers, name + head))
     model = getattr(transformers, name + head)(_configuration(name)).eval()
     if name in VISION:
         size = getattr(model.config, "image_size", 32)
