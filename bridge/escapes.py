@@ -17,10 +17,8 @@ from .torch2jax_engine import is_interpreted
 from .trees import container, to_jax_tree
 
 _ENDS = (type, types.ModuleType, types.CodeType, bool, int, float, complex, str, bytes, type(None), torch.dtype)
-_MANY = 10_000  # objects to look at
-
-
 _NOT_PLAIN = (type, types.ModuleType, types.FunctionType, torch.Tensor, torch.nn.Module, BaseException)
+_MANY = 10_000  # objects to look at
 
 
 def opening(known: Iterable[Any]) -> Callable[[Any], Any]:
@@ -34,10 +32,9 @@ def opening(known: Iterable[Any]) -> Callable[[Any], Any]:
     def opened(x: Any) -> Any:
         kind: Any = type(x)
         fields: Any = getattr(x, "__dict__", None)
-        plain = type(fields) is dict and kind.__new__ is object.__new__ and not slots_of(kind)
-        if not plain or isinstance(x, _NOT_PLAIN) or not closed.isdisjoint((id(x), id(fields))):
-            return x
-        if traced_tensor_in(x) is None:
+        is_plain = type(fields) is dict and kind.__new__ is object.__new__ and not slots_of(kind)
+        is_made_here = is_plain and not isinstance(x, _NOT_PLAIN) and closed.isdisjoint((id(x), id(fields)))
+        if not is_made_here or traced_tensor_in(x) is None:
             return x
         closed.add(id(x))  # within itself it stays as it is, and is refused
         try:

@@ -105,7 +105,7 @@ def _is_of(module: str) -> bool:
     return module in _JAX_MODULES or module.startswith(tuple(m + "." for m in _JAX_MODULES))
 
 
-def answering(question: Callable[..., Any]) -> Callable[..., Any]:
+def asking(question: Callable[..., Any]) -> Callable[..., Any]:
     """A JAX function that returns no arrays, such as ``explain``, of torch's arguments: traced, and never run."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def _with_compiled(made: Any) -> Any:
 def _torch_callable(fun: Any) -> Any:
     made: Any = as_torch(fun)
     if callable(getattr(fun, "explain", None)):
-        made.explain = answering(fun.explain)
+        made.explain = asking(fun.explain)
     return made
 
 

@@ -25,7 +25,7 @@ from .interception import is_traced_tensor
 from .names import read_count
 from .places import WrittenContainers, written_count
 from .repeating import check_second_call
-from .running import FlatFunction, Mode, no_place_for_updates
+from .running import FlatFunction, Mode, no_place_for_updates, where
 from .side_effects import Generators
 from .torch2jax_engine import InterpretedFunction
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
@@ -249,10 +249,8 @@ class _Traced:
         named = jax.tree_util.tree_flatten_with_path(bound_arguments(self.torch_fun, args, kwargs))[0]
         name = next(argument_name(path) for path, leaf in named if isinstance(leaf, _Number) and leaf.value == index)
         subject = name if name.startswith("argument ") else f"its argument {name}"
-        code = walk.user_code
-        where = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
         return TraceError(
-            f"{where}the function writes to {subject} in place, but a traced function leaves its inputs "
+            f"{where(walk)}the function writes to {subject} in place, but a traced function leaves its inputs "
             f"as they are. Work on a copy: {name.split('[')[0]}.clone(), or the op that is not in place."
         )
 

@@ -71,21 +71,18 @@ def reader(file: str) -> Literal["user", "library", "apart", "import"]:
     return "apart" if inner.split(os.sep)[0] in _APART and not inner.endswith(_HANDS_ON) else "library"
 
 
-def _collects_garbage(code: types.CodeType) -> bool:
-    """Whether this is a finaliser, or code that is called whenever garbage is collected."""
-    return code.co_name == "__del__" or any(getattr(call, "__code__", None) is code for call in gc.callbacks)
-
-
 def asked_by(frame: types.FrameType | None) -> types.CodeType | None:
     """The user's code for which a frame reads something, itself or through libraries; None where there is none.
 
     Nor is there one while something is imported, which happens once in plain torch too, or where the interpreter
     collects garbage in the midst of the user's code.
     """
-    code = None
+    code, collecting = None, {id(getattr(call, "__code__", call)) for call in gc.callbacks}
     while frame is not None:
         kind = reader(frame.f_code.co_filename)
-        if kind == "import" or (kind == "apart" and code is None) or _collects_garbage(frame.f_code):
+        if kind == "import" or (kind == "apart" and code is None):
+            return None
+        if frame.f_code.co_name == "__del__" or id(frame.f_code) in collecting:
             return None
         if kind == "user" and code is None:
             code = frame.f_code

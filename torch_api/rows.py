@@ -14,7 +14,7 @@ import torch
 
 from ..bridge import as_torch
 from ..bridge.captures import is_traced
-from ..bridge.lifting import answering
+from ..bridge.lifting import asking
 from ..bridge.torch_internals import disable_dynamo
 from ..bridge.tracing import python_function
 from ..bridge.trees import Rows, to_jax_tree, to_torch_tree
@@ -37,7 +37,7 @@ def finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recomput
 
 def explain_with(explain: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]]) -> Fun:
     """``explain(*leading(*args), *args)``, a JAX function that returns no arrays, for torch's arguments."""
-    ask = answering(_signed(lambda *args, **kwargs: explain(*args, **kwargs), fun))
+    ask = asking(_signed(lambda *args, **kwargs: explain(*args, **kwargs), fun))
 
     @functools.wraps(python_function(fun))
     def explained(*args: Any, **kwargs: Any) -> Any:

@@ -98,9 +98,10 @@ def _torchax(op: Any, *args: Any, **kwargs: Any) -> Any:
     return table(*args, **kwargs)
 
 
-def _numbers(mask: Array, dtype: Any) -> Array:
+def _numbers(x: Any, dtype: Any) -> Any:
     """A mask as ones and zeros: by the conversion, XLA would take a product with it for a selection, inf * 0 for 0."""
-    return jnp.where(mask, jnp.ones((), dtype), jnp.zeros((), dtype))
+    is_mask = getattr(x, "dtype", None) == np.bool_
+    return jnp.where(x, jnp.ones((), dtype), jnp.zeros((), dtype)) if is_mask else x
 
 
 def _beside_number(x: Any, y: Any, results: Any) -> tuple[Any, Any]:
@@ -115,7 +116,7 @@ def _beside_number(x: Any, y: Any, results: Any) -> tuple[Any, Any]:
 def mul(x: Any, y: Any, *, results: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
-        x, y = (_numbers(v, dtype) if getattr(v, "dtype", None) == np.bool_ else v for v in (x, y))
+        x, y = _numbers(x, dtype), _numbers(y, dtype)
     return _torchax(aten.mul.Tensor, *_beside_number(x, y, results))
 
 
@@ -129,7 +130,7 @@ def div(x: Any, y: Any, *, results: Any) -> Array:
     if not jnp.issubdtype(dtype, jnp.floating):
         return _torchax(aten.div.Tensor, x, y)
     dtype = jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
-    x = _numbers(x, dtype) if getattr(x, "dtype", None) == np.bool_ else jnp.asarray(x, dtype)
+    x = jnp.asarray(_numbers(x, dtype), dtype)
     if isinstance(y, (int, float)):
         info = jnp.finfo(dtype)
         normal, step = float(info.tiny), 2.0 ** (info.nmant + 1)
@@ -142,9 +143,7 @@ def div(x: Any, y: Any, *, results: Any) -> Array:
 @lowering("aten._to_copy", "aten.to", "prims.convert_element_type", results=True)
 def to_copy(x: Array, *_: Any, results: Any, **kwargs: Any) -> Array:
     dtype = jax_dtype(results[0].dtype)
-    if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
-        return _numbers(x, dtype)
-    converted = x.astype(dtype)
+    converted = (_numbers(x, dtype) if jnp.issubdtype(dtype, jnp.inexact) else x).astype(dtype)
     rounds = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
     if rounds and jnp.finfo(dtype).nmant < jnp.finfo(x.dtype).nmant:
         # XLA would otherwise be free to take x itself for what is converted back from it.
