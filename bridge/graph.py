@@ -79,6 +79,11 @@ class History(NamedTuple):
         return cls(tensor.requires_grad, tensor.is_leaf, tensor.is_leaf and tensor.grad is not None)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has data of its own, in order."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+
+
 def unusual_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The strides of a tensor that is not contiguous."""
     with torch._C.DisableTorchFunction():

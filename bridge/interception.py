@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
 from .errors import TraceError, memory_refusal, user_line
-from .graph import History, Meta, Value, depend
+from .graph import History, Meta, Value, depend, is_dense
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
 from .names import HISTORY, remember_read
 from .recorder import Cut, Recorder
 from .user_code import OWN, asked_by
+from .values import check_kind
 
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 _MASKS = (torch.bool, torch.uint8)
@@ -440,8 +441,8 @@ class Interception(TorchFunctionMode):
 
 
 def _check_supported(tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
-        raise TraceError(
-            f"{user_line()}: a captured tensor is sparse, quantised, nested or on the meta device "
-            f"(layout={tensor.layout}, dtype={tensor.dtype}, device={tensor.device}); only dense tensors can be traced."
-        )
+    if not is_dense(tensor):
+        try:
+            check_kind(tensor)
+        except (TypeError, ValueError) as error:
+            raise TraceError(f"{user_line()}: {error}") from None

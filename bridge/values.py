@@ -206,7 +206,7 @@ def tensor_to_array(tensor: torch.Tensor) -> jax.Array:
             tensor = tensor.clone()
         return _import(tensor)
     except (RuntimeError, BufferError):
-        _check_kind(tensor)
+        check_kind(tensor)
         raise
 
 
@@ -248,7 +248,7 @@ def _plain_memory(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         tensor = _as_plain(tensor)
     if tensor.dtype not in _TO_JAX or tensor.layout is not torch.strided:
-        _check_kind(tensor)
+        check_kind(tensor)
     if tensor.requires_grad:
         tensor = tensor.detach()
     # DLPack has no word for these two: the memory that it passes on holds the numbers before their sign flips.
@@ -265,7 +265,7 @@ def _as_plain(tensor: object) -> torch.Tensor:
     # A subclass that handles the ops itself keeps its data elsewhere, if it has any (fake tensors, DTensor, jagged
     # tensors, torchax's); all others are a torch.Tensor with another name.
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        _check_kind(tensor)
+        check_kind(tensor)
         raise TypeError(f"Cannot pass a {type(tensor).__name__} to JAX: {_RULE}; convert it to a torch.Tensor first.")
     return tensor.as_subclass(torch.Tensor)
 
@@ -315,7 +315,7 @@ def _import_publicly(tensor: torch.Tensor) -> jax.Array:
         return jax.dlpack.from_dlpack(_Exporter(tensor))
 
 
-def _check_kind(tensor: torch.Tensor) -> None:
+def check_kind(tensor: torch.Tensor) -> None:
     """Raise the error that says why JAX cannot have this tensor, if there is a known reason."""
     from .torch_internals import FakeTensor, is_functorch_wrapped_tensor  # only errors need these
 

@@ -9,8 +9,10 @@ import functools
 import gc
 import math
 import threading
+import types
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -736,8 +738,29 @@ def test_a_skeleton_on_the_meta_device_whose_parameters_are_all_replaced() -> No
     through = lambda x: torch.func.functional_call(skeleton, state, (x,))
     torch.testing.assert_close(as_torch(as_jax(through))(x), linear(x).detach())
     del state["1.weight"]
-    with pytest.raises(TypeError, match=r"test_as_torch.py:\d+: .* on the meta device"):
+    with pytest.raises(TypeError, match=r"test_as_torch.py:\d+: A meta tensor holds no data"):
         as_torch(as_jax(through))(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: torch.eye(2).to_sparse(), r"\.to_dense\(\)"),
+        (lambda: torch.eye(2).to_mkldnn(), r"\.to_dense\(\)"),
+        (lambda: torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8), r"\.dequantize\(\)"),
+        (lambda: torch.eye(2, device="meta"), "holds no data"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*uantiz:UserWarning")
+def test_a_captured_tensor_without_a_counterpart_is_refused_only_where_it_is_read(
+    make: Callable[[], torch.Tensor], says: str
+) -> None:
+    holder = types.SimpleNamespace(w=torch.ones(2), other=make())
+    x = torch.tensor([1.0, 2.0])
+    read = lambda name, x: x * getattr(holder, name)  # the name is not seen, so that everything is walked over
+    torch.testing.assert_close(as_torch(as_jax(read))("w", x), x)
+    with pytest.raises(TypeError, match=rf"test_as_torch.py:\d+: .*{says}"):
+        as_torch(as_jax(read))("other", x)
 
 
 def test_forward_mode_inside_over_writes_into_views() -> None:
