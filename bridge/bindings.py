@@ -19,7 +19,7 @@ import torch
 from . import torch_internals as ti
 from .errors import TraceError, user_line
 from .interception import Captured
-from .places import ABSENT, Place, read_entry, write
+from .places import ABSENT, ORDER, Place, read_entry, write
 from .trees import Structure, to_jax_tree, to_torch_tree
 from .values import jax_dtype
 
@@ -167,6 +167,15 @@ def from_basic(tensor: Callable[[Basic], torch.Tensor]) -> Callable[[Source], to
     return find
 
 
+def put(tensor: torch.Tensor, value: torch.Tensor, moves: bool) -> None:
+    """Give a tensor its new value: in its memory, or, as ``.data`` does, with memory that nothing else shows."""
+    with torch.no_grad():
+        if moves:
+            tensor.data = value.clone()
+        else:
+            tensor.copy_(value)
+
+
 Entry = tuple[Place, Any, Any]  # a place, the key there, and the value
 
 
@@ -194,8 +203,8 @@ def restore(before: Sequence[Entry]) -> list[Entry]:
     first: dict[Any, Entry] = {}
     for entry in before:
         first.setdefault((id(entry[0].owner), entry[1]), entry)
-    # What is taken out of a list goes last, from its end.
-    order = sorted(first.values(), key=lambda e: (e[2] is ABSENT, -e[1] if e[0].is_sequence else 0))
+    # What is taken out of a list goes last, from its end; then dicts are put in order.
+    order = sorted(first.values(), key=lambda e: (e[1] is ORDER, e[2] is ABSENT, -e[1] if e[0].is_sequence else 0))
     now = [(place, key, read_entry(place, key)) for place, key, _ in order]
     for place, key, value in order:
         write(place, key, value)

@@ -25,7 +25,8 @@ from .graph import History, unusual_stride
 from .interception import Captured, is_traced_tensor, recording
 from .keys import Key
 from .names import read_count
-from .places import Place, WrittenContainers, path_name, written_count
+from .places import Place, WrittenContainers, path_name, remember_change, written_count
+from .side_effects import Watched
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
 from .values import array_to_tensor, tensor_to_array
 from .versions import weak_float
@@ -127,6 +128,9 @@ def _run(root: Root, tensors: list[torch.Tensor]) -> Any:
     root.before = entries(root.outline.effects, places)
     outputs = apply(root, key, tensors)
     _leave(root, places, outputs)
+    if root.outline.changing:
+        for identity in (*root.outline.changing, root.walk.identity):
+            remember_change(identity)
     return to_torch_tree(root.outline.shape.join(outputs))
 
 
@@ -232,6 +236,7 @@ def _prepare_as(
                 _check_arguments(jax_fun, args, kwargs)
                 _check_captured(walk)
             containers, written, read = WrittenContainers(walk), written_count(), read_count()
+            watched = Watched(walk)
             hidden = []
             while True:
                 root, tensors = prepared(hidden)
@@ -243,6 +248,12 @@ def _prepare_as(
                     if read_count() == read or not again:
                         raise
                 if read_count() != read and again:  # names that it puts together are followed from now on
+                    left = Watched(walk)
+                    watched.restore()
+                    is_known = program is not None and not seen.missing
+                    if is_known and Walk(jax_fun, structure.fixed).key == walk.key:
+                        left.restore()
+                        break
                     return _prepare_as(jax_fun, recompute, args, kwargs, split, is_quiet, again - 1)
                 if not seen.missing:
                     break
@@ -283,7 +294,7 @@ def _check_inside(outline: Outline) -> None:
 def _check_apart(root: Root) -> None:
     """Refuse a write to a tensor whose memory another one shows too: the program has them as two."""
     assert root.outline is not None
-    written = {*root.outline.mutated, *(i for i, _ in root.outline.carried)}
+    written = {*root.outline.mutated, *(i for i, _ in root.outline.carried)} - root.outline.moved
     with torch._C.DisableTorchFunction():
         spans = {
             i: (t.untyped_storage().data_ptr(), *span(t))

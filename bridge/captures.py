@@ -34,7 +34,7 @@ from .errors import TraceError
 from .flags import FLAGS, asked_by_function
 from .keys import Key, Same, memory_of, times_cleared
 from .names import EVERY_METHOD, HISTORY, MATCH_ARGS, UNSEEN, names_of, names_of_libraries, names_read_by, slots_of
-from .places import Path, Place, path_name, places_of_module
+from .places import Path, Place, change_count, path_name, places_of_module
 from .user_code import is_partly_users, is_users, is_users_file
 from .watching import FROZEN, is_clock, may_read_clocks
 
@@ -93,6 +93,8 @@ class Walk(Contents):
         for name in sorted(names & _SURROUNDINGS.keys()):
             found = _SURROUNDINGS[name]()
             self.parts.append((name, tuple(found) if isinstance(found, collections.abc.ItemsView) else found))
+        if count := change_count(identity):
+            self.parts.append(count)
         self.flags = {name: FLAGS[name]() for name in sorted(names & FLAGS.keys())}
         self.parts += self.flags.items()
         self.asks_history = HISTORY in names

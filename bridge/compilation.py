@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import torch
 from jax.experimental.layout import Format, Layout
 
-from .bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, as_before, restore
+from .bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, as_before, put, restore
 from .bounds import Failures
 from .captures import Walk
 from .context import Call, running
@@ -230,8 +230,10 @@ class Outline:
     results: int  # how many there are, with what is left behind
     draws: bool
     mutated: list[int]  # inputs that take new values: buffers
+    moved: set[int]  # those of them that take the memory of the value too
     carried: list[tuple[int, int]]  # inputs that take results as new values, with their history in autograd
     effects: list[Effect]  # what each call leaves in places
+    changing: list[Hashable]  # functions that have to be traced in each call
     regains: bool  # whether results have a history though autograd is off
     strided: str | None  # the line that asks for elements by their place in memory
     met: list[int]  # arguments, and captured tensors that functions read or write
@@ -241,9 +243,11 @@ class Outline:
     def of(cls, call: Call, root: Root) -> Outline:
         assert call.shape is not None
         mutated = [i for i, _ in call.updates]
-        left = mutated, call.carried, call.effects
+        moved = {i for i in mutated if id(root.inputs[i]) in call.moved}
+        left = mutated, moved, call.carried, call.effects
         met = [i for i, t in enumerate(root.inputs) if i < root.count or id(t) in call.met]
-        return cls(call.shape, call.results, call.draws, *left, call.regains, call.strided, met, call.missing)
+        answers = call.changing, call.regains, call.strided
+        return cls(call.shape, call.results, call.draws, *left, *answers, met, call.missing)
 
 
 def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
@@ -350,9 +354,8 @@ class Program:
             outputs, updates, residuals = self._forward(key, *tensors_to_arguments(tensors))  # type: ignore[misc]
             made = [array_to_tensor(o) for o in outputs]
             self._failures.check()
-            with torch.no_grad():
-                for i, value in zip(self.mutated, updates, strict=True):
-                    tensors[i].copy_(array_to_tensor(value))
+            for i, value in zip(self.mutated, updates, strict=True):
+                put(tensors[i], array_to_tensor(value), i in self.outline.moved)
         return made, residuals
 
     def backward(

@@ -49,6 +49,7 @@ class Call:
     met: set[int] = dataclasses.field(default_factory=set)  # ids of the captured tensors that functions read or write
     # Captured tensors that are written to, their new values, and whether these have a history in autograd.
     mutations: list[tuple[torch.Tensor, Any, bool]] = dataclasses.field(default_factory=list)
+    moved: set[int] = dataclasses.field(default_factory=set)  # ids of those that take the memory of the value too
     left: list[Left] = dataclasses.field(default_factory=list)
     before: list[Entry] = dataclasses.field(default_factory=list)  # what stood in places that hold stand-ins now
     stand_ins: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -61,6 +62,8 @@ class Call:
     functions: list[Any] = dataclasses.field(default_factory=list)  # kept, for what a derivative asks to record later
     draws: bool = False
     strided: str | None = None  # the line that asks for elements by their place in memory
+    # The functions that change what no call can change again: sets, classes, buffers of bytes.
+    changing: list[Hashable] = dataclasses.field(default_factory=list)
     regains: bool = False  # whether a function's results have a history though autograd is off around it
     only_maps: bool = False  # the call runs functions in slices or steps, and takes no derivatives of its own
     is_quiet: bool = False  # autograd is off where the call begins, and records what the function switches it on for
@@ -79,7 +82,7 @@ class Call:
     def enter_body(self) -> None:
         """Mark the current trace as the one that runs the function once, from start to end."""
         self.state, self.mapping = get_opaque_trace_state(), mapping_trace()
-        self.mutations, self.left = [], []
+        self.mutations, self.moved, self.left = [], set(), []
         self.repeats.clear()
 
     def stand_in(self, array: Any) -> torch.Tensor:

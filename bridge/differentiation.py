@@ -111,6 +111,7 @@ class TorchFunction:
         self._graphs: dict[tuple[bool, ...], Graph] = {graph.need: graph}
         self.outputs = graph.output_metas
         self.mutated = [len(self.arguments) + i for i, _ in graph.mutations]
+        self.moved = {len(self.arguments) + i for i in graph.moves}
         self.draws = graph.draws
 
     def keep(self, source: Source) -> None:

@@ -130,6 +130,7 @@ class Graph:
     need: tuple[bool, ...]  # the inputs, arguments and then captured tensors, to which the gradients belong
     gradients: list[Value | None]
     mutations: list[tuple[int, Value]]  # (index into the captured tensors, the value that it ends with)
+    moves: set[int]  # the captured tensors that end with memory of their own, apart from what shows that of before
     checks: list[Check]
 
     def __post_init__(self) -> None:

@@ -111,6 +111,7 @@ class Captured:
         self.recorder, self.wants, self.copies = recorder, wants, copies
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.switched: dict[int, str] = {}  # by id, the lines that say whether a tensor requires grad
+        self.moved: dict[int, str] = {}  # by id, the lines that let a tensor show other memory
         self.arguments: list[torch.Tensor] = []
         self.tensors = list(known)
         self.rows: list[Row] = []
@@ -118,6 +119,7 @@ class Captured:
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.leaves: dict[int, torch.Tensor] = {}  # to which the gradients belong
         self.initial: list[Value] = []  # of the stand-ins
+        self.memories: list[int] = []  # which they show at first
         self.enables_grad: Callable[[], None] = lambda: None  # called when the function switches autograd on
         self.histories: dict[int, History] = {}  # by id, of arguments
 
@@ -176,6 +178,24 @@ class Captured:
                         "call would find so. Change it before the call, or put it back in the function."
                     )
 
+    def moves(self) -> set[int]:
+        """Which captured tensors show memory that was made inside, in the place of their own."""
+        stand_ins = [self.stand_ins[id(t)] for t in self.tensors]
+        found: set[int] = set()
+        with torch._C.DisableTorchFunction():
+            for i, stand_in in enumerate(stand_ins):
+                line, key = self.moved.get(id(stand_in)), ti.storage_key(stand_in)
+                if line is None or key == self.memories[i]:
+                    continue
+                others = [*self.arguments, *(t for t in stand_ins if t is not stand_in)]
+                if key in {*self.memories, *map(ti.storage_key, others)}:
+                    raise TraceError(
+                        f"{line}: the function lets a tensor that it captures show the memory of another one (.data), "
+                        "where a call leaves it with memory of its own. Assign a copy: .clone()."
+                    )
+                found.add(i)
+        return found
+
     def add(self, tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
         inner = self.recorder.input(Meta.of_input(tensor))
         leaf = stand_in = ti.to_fun(inner).requires_grad_(differentiable)
@@ -186,6 +206,7 @@ class Captured:
         self.leaves[id(tensor)], self.stand_ins[id(tensor)] = leaf, stand_in
         inner = ti.from_fun(stand_in)  # type: ignore[assignment]
         self.initial.append(self.recorder.value(inner))
+        self.memories.append(ti.storage_key(stand_in))
         return stand_in
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -405,12 +426,14 @@ class Interception(TorchFunctionMode):
             return ti.is_functorch_wrapped_tensor(inner) or not self.recorder.is_constant(inner)
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """``tensor.data = value``: the new values, unseen by autograd."""
+        """``tensor.data = value``: the memory of the value, unseen by autograd."""
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise TraceError(
                 f"{user_line()}: the function assigns .data of another shape or dtype. Make a new tensor instead."
             )
-        tensor.detach().copy_(value.detach())
+        self.captured.moved[id(tensor)] = user_line()
+        with torch.no_grad():
+            ti.share_memory(tensor, value)
 
     def _lengths(self, tensor: torch.Tensor) -> Any:
         try:

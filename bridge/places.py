@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import types
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,8 +22,13 @@ Slot = tuple[Any, str]  # the code or class that names a container, and the name
 # each trace would invalidate itself.
 WRITTEN: set[tuple[Hashable, Slot]] = set()
 
+# How often functions were seen to change what a compiled call cannot change: as a part of their keys, it lets each
+# call trace them anew.
+_CHANGES: collections.Counter[Hashable] = collections.Counter()
+
 
 ABSENT: Any = object()
+ORDER: Any = object()  # under this key stands the order of a dict's entries
 
 
 class Place(NamedTuple):
@@ -40,8 +45,15 @@ class Place(NamedTuple):
         """Whether keys are positions."""
         return isinstance(self.owner, (list, collections.deque))
 
+    @property
+    def has_order(self) -> bool:
+        """Whether this is a dict of the user's, who may go through its entries one after another."""
+        return isinstance(self.owner, dict) and self.names is None and not (self.is_attributes or self.is_library)
+
     def name(self, key: Any) -> str:
         """The place as the user would write it."""
+        if key is ORDER:
+            return f"the order of {self.label}"
         if self.is_attributes:
             return f"{self.label}.{key}"
         if self.names is not None or isinstance(self.owner, (types.CellType, contextvars.ContextVar)):
@@ -92,6 +104,8 @@ def read(place: Place) -> dict[Any, Any]:
 def read_entry(place: Place, key: Any) -> Any:
     """What stands in a place under one key, or ABSENT."""
     owner = place.owner
+    if key is ORDER:
+        return tuple(owner)
     if isinstance(owner, dict):
         return owner.get(key, ABSENT)
     if isinstance(owner, (list, collections.deque)):
@@ -102,7 +116,9 @@ def read_entry(place: Place, key: Any) -> Any:
 def write(place: Place, key: Any, value: Any) -> None:
     """Put a value into a place, or take it out."""
     owner = place.owner
-    if isinstance(owner, types.CellType):
+    if key is ORDER:
+        put_in_order(owner, value)
+    elif isinstance(owner, types.CellType):
         if value is ABSENT:
             del owner.cell_contents
         else:
@@ -116,6 +132,14 @@ def write(place: Place, key: Any, value: Any) -> None:
         setattr(owner, key, value)
     elif key in read(place):
         delattr(owner, key)
+
+
+def put_in_order(owner: dict[Any, Any], keys: Sequence[Any]) -> None:
+    """Let the entries of a dict stand in the order of the keys."""
+    present = [key for key in keys if key in owner]
+    if present != list(owner):
+        for key in present:
+            owner[key] = owner.pop(key)
 
 
 def _write_item(place: Place, key: Any, value: Any) -> None:
@@ -153,6 +177,16 @@ class WrittenContainers:
 def _content(container: Any) -> list[Any]:
     values = container.values() if isinstance(container, dict) else container
     return [value if isinstance(value, (int, str)) else id(value) for value in values]
+
+
+def remember_change(function: Hashable) -> None:
+    """Trace a function anew in its next call."""
+    _CHANGES[function] += 1
+
+
+def change_count(function: Hashable) -> int:
+    """How often the function has changed what a compiled call cannot change."""
+    return _CHANGES[function]
 
 
 def written_count() -> int:

@@ -45,6 +45,8 @@ class _Functionalisation(ti.FunctionalTensorMode):
     """torch's, out of sight of function modes: what runs in it is torch's own, not the user's."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.set_.source_Tensor and not isinstance(args[0], ti.FunctionalTensor):
+            raise TraceError(f"{user_line()}: a traced function cannot set_ a tensor that it captures. Assign .data.")
         with torch._C.DisableTorchFunction():
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -309,5 +311,6 @@ def _graph(
         need=tuple(need),
         gradients=[None if g is None else value(g) for g in gradients],
         mutations=mutations,
+        moves=captured.moves(),
         checks=recorder.checks,
     )

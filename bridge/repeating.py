@@ -13,7 +13,7 @@ from .differentiation import TorchFunction
 from .interception import known_as_constants
 from .places import read_entry, write
 from .running import no_place_for_exchange, no_place_for_state, no_place_for_values
-from .side_effects import constants_left, first_replaced, tensors_in
+from .side_effects import Watched, constants_left, first_replaced, tensors_in
 
 if TYPE_CHECKING:
     from .tracing import _Made
@@ -25,16 +25,23 @@ def check_second_call(
     walk: Walk,
     walk_again: Callable[[], Walk],
     appended: Sequence[Any],
+    is_repeatable: bool,
 ) -> None:
-    """Refuse what is kept where nothing is: a second call, or slice, would start from what the first one left."""
+    """Refuse what is kept where nothing is: a second call, or slice, would start from what the first one left.
+
+    ``is_repeatable`` says that the function has changed nothing else that it reads.
+    """
     flat, one = first.flat, first.tracing
     changed = [] if flat.mode.once else [walk.places[e.place].name(e.key) for e in flat.effects]
     changed += [slot[1] for slot, _ in appended]
+    if not (flat.mode.once or is_repeatable):
+        changed.append("something that it captures (a set, the order of a dict, the class of an object)")
     if not isinstance(one, TorchFunction) or not (changed or any(s.is_read or not s.is_same for s in flat.scratch)):
         return  # the first call has started from such a state
     blanks: list[torch.Tensor] = []
     lengths = [(container, len(container)) for _, container in appended]
     left: list[bindings.Entry] = []
+    watched = Watched(walk)
     replaced: str | None = None
     if not flat.mode.once:
         left = first.leave(walk)
@@ -55,6 +62,7 @@ def check_second_call(
             replaced = first_replaced(before, tables)
     finally:
         bindings.restore(left)
+        watched.restore()
         for container, length in lengths:
             del container[length:]
     two = second.tracing

@@ -33,8 +33,9 @@ from .escapes import traced_tensor_in
 from .graph import Meta
 from .interception import is_update_of
 from .keys import empty_cache
-from .places import ABSENT, Place, path_name, read, read_entry, write
+from .places import ABSENT, ORDER, Place, path_name, put_in_order, read, read_entry, write
 from .trees import Structure, to_jax_tree, to_torch_tree
+from .uses import is_named, uses
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -60,7 +61,7 @@ class Watched:
     """The places that a walk found, as they were before the function ran."""
 
     def __init__(self, walk: Walk) -> None:
-        self.places = walk.places
+        self.places, self._walk = walk.places, walk
         self._before = list(map(read, self.places))
         self._arrays = [(name, array, array.copy()) for name, array in walk.arrays]
         self._sets = [(slot[1], x, set(x)) for slot, x in walk.containers if isinstance(x, set)]
@@ -74,6 +75,9 @@ class Watched:
         """Put everything back."""
         for number, key, old, _ in list(self._changes()):
             write(self.places[number], key, old)
+        for place, entries in zip(self.places, self._before, strict=True):
+            if place.has_order:
+                put_in_order(place.owner, list(entries))
         for _, array, before in self._arrays:
             if array.tobytes() != before.tobytes():
                 array[...] = before
@@ -152,6 +156,7 @@ class Watched:
             if not isinstance(value, (torch.Tensor, *_PLAIN))
         }
         results.expect(t for _, _, _, new in changes for t in tensors_in(new))
+        orders = list(self._orders())
         growing = {number for number, _, old, new in changes if old is ABSENT and tensors_in(new)}
         for number, key, old, new in changes:
             place = self.places[number]
@@ -171,10 +176,24 @@ class Watched:
             else:
                 _check_holds_no_trace(new, place.name(key))
                 # What a library keeps for itself is made again.
-                if first and (_is_plain(new) or not place.is_library):
+                if first and (_is_plain(new) or not place.is_library or self._is_users(place, key, new)):
                     continue
             write(place, key, old)
+        for number, before, after in orders:
+            effects.append(Effect(number, ORDER, before, after))
+            write(self.places[number], ORDER, before)
         return effects, scratch
+
+    def _is_users(self, place: Place, key: Any, new: Any) -> bool:
+        """Whether the user's code puts a value into an object of a library."""
+        return isinstance(new, torch.nn.Module) or (is_named(place) and "writes" in uses(place, key, self._walk))
+
+    def _orders(self) -> Iterator[tuple[int, Any, Any]]:
+        """The dicts whose entries stand in another order than those that stay and then those that came."""
+        for number, (place, before) in enumerate(zip(self.places, self._before, strict=True)):
+            after = tuple(place.owner) if place.has_order else ()
+            if after != (*(k for k in before if k in after), *(k for k in after if k not in before)):
+                yield number, tuple(before), after
 
     def _changes(self) -> Iterator[tuple[int, Any, Any, Any]]:
         for number, (place, before) in enumerate(zip(self.places, self._before, strict=True)):
@@ -255,7 +274,7 @@ def _check_holds_no_trace(value: Any, name: str) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, frozenset)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
 

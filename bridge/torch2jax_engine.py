@@ -8,7 +8,7 @@ where it is asked for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ class InterpretedFunction:
     """A torch function run by torch2jax at every trace; the tensors that it captures are inputs."""
 
     mutated: Sequence[int] = ()
+    moved: Collection[int] = ()
 
     def __init__(
         self, fun: Callable[..., Sequence[Any]], metas: Sequence[Meta], captured: Sequence[torch.Tensor]

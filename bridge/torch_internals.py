@@ -105,6 +105,7 @@ __all__ = [
     "parametrizations_are_cached",
     "plain_kernels",
     "proxies_are_active",
+    "share_memory",
     "storage_key",
     "substituted",
     "temporarily_clear_interpreter_stack",
@@ -394,6 +395,16 @@ def without_other_tracers() -> Iterator[None]:
             yield
     finally:
         grads.lazy_dynamo_disallow, proxies.__enter__ = disallow, enter
+
+
+def share_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = value`` for tensors of a recording: torch does not count it as a write."""
+    version = tensor._version
+    with torch._C._AutoDispatchBelowAutograd():  # which would begin a new history
+        torch.ops.aten.set_.source_Tensor(tensor, value)
+        with no_dispatch():  # what stands around the recorded tensor
+            torch.ops.aten.set_.source_Tensor(tensor, value)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def in_backward() -> bool:

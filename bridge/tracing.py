@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -23,10 +23,10 @@ from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_traced_tensor
 from .names import read_count
-from .places import WrittenContainers, written_count
+from .places import WrittenContainers, remember_change, written_count
 from .repeating import check_second_call
 from .running import FlatFunction, Mode, no_place_for_updates, where
-from .side_effects import Generators
+from .side_effects import Generators, Watched
 from .torch2jax_engine import InterpretedFunction
 from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
@@ -120,6 +120,10 @@ class Tracing(Protocol):
     def mutated(self) -> Sequence[int]:
         """Inputs whose final value ``call`` returns after the outputs."""
 
+    @property
+    def moved(self) -> Collection[int]:
+        """Those of them that take the memory of that value too."""
+
     def call(self, make_key: Callable[[], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Evaluate on arrays or tracers; ``make_key`` is asked for a key if the function draws."""
 
@@ -201,23 +205,33 @@ class _Traced:
         if made is None:
             if len(self._made) >= _CACHE_SIZE:
                 self._made.pop(next(iter(self._made)))
-            written, generators = WrittenContainers(walk), Generators(walk)
+            written, generators, start = WrittenContainers(walk), Generators(walk), Watched(walk)
             before = written_count(), read_count()
             wants = functools.partial(_is_wanted, outer)
             trace = lambda walk: self._trace(structure, metas, walk, mode, wants)
+            walk_again = lambda: Walk(self.torch_fun, structure.fixed)
             made = trace(walk)
-            check_second_call(made, trace, walk, lambda: Walk(self.torch_fun, structure.fixed), written.appended())
+            # What is left as the function changed it (sets, classes, buffers of bytes), it has to change in each call.
+            is_repeatable = walk_again().key == walk.key
+            check_second_call(made, trace, walk, walk_again, written.appended(), is_repeatable)
             if generators.put_back():
                 raise frozen_number()
             warn_of_dropped(made.flat.scratch, walk)
             written.remember()
             places = [id(place.owner) for place in walk.places]
             if written_count() != before[0]:  # the key leaves out now what the function was seen to write to
-                walk = Walk(self.torch_fun, structure.fixed)
+                left = Watched(walk)
+                start.restore()
+                key = walk_again().key
+                left.restore()
+                walk = walk_again()
+                is_repeatable = walk.key == key
             made.find_in(walk)
             # With names that the function put together there is another key for it.
             if read_count() == before[1] and places == [id(place.owner) for place in walk.places]:
                 self._made[form, walk.key] = made
+            if not is_repeatable:
+                (remember_change if outer is None else outer.changing.append)(walk.identity)
         else:
             made.adopt(walk)
         return made
@@ -282,9 +296,10 @@ def _write_back(
         if not made.flat.mode.once:
             raise no_place_for_updates(tensor, walk)
         if outer is None:
-            with torch.no_grad():
-                tensor.copy_(array_to_tensor(value))
+            bindings.put(tensor, array_to_tensor(value), i in made.tracing.moved)
         else:
+            if i in made.tracing.moved:
+                outer.moved.add(id(tensor))
             value = carried.get(position, value)
             outer.mutations.append((tensor, value, position in carried))
             outer.tensors[id(tensor)] = value

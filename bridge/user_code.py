@@ -44,7 +44,11 @@ def is_users_file(name: str) -> bool:
 def is_users(x: Any) -> bool:
     """Whether a class or a Python module is the user's own."""
     if isinstance(x, type):
-        x = sys.modules.get(x.__module__)
+        module = sys.modules.get(x.__module__)
+        if module is None:  # of a plugin that is loaded without being registered, or of code that is put together
+            codes = (f.__code__ for f in vars(x).values() if isinstance(f, types.FunctionType))
+            return any(is_users_file(code.co_filename) for code in codes)
+        x = module
     file = getattr(x, "__file__", None)
     if x is None or file is None:  # defined at a prompt, made by hand, or built in
         return x is not None and (x.__name__ == "__main__" or x.__spec__ is None)

@@ -34,7 +34,7 @@ class ClippedAux(NamedTuple):
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """The Euclidean norm of all floating-point leaves together, ``[]``.
+    """The Euclidean norm of all floating-point and complex leaves together, ``[]``.
 
     Equivalent to ``optax.global_norm``, but squares are summed in at least float32, and its derivative at zero is zero.
     As ``metrics_fn`` of :func:`micro_grad` it costs nothing beyond clipping.

@@ -1170,3 +1170,121 @@ def test_numbers_that_a_function_changes_and_computes_with_have_no_place_in_slic
 def test_a_list_that_is_appended_to_is_not_computed_with() -> None:
     with pytest.raises(TypeError, match=r"test_state.py:\d+: the function appends to log and computes with"):
         as_torch(as_jax(_Plain(_logs)))(torch.ones(1, 2))
+
+
+# Tensors whose memory is exchanged by .data
+
+
+class Exchanging(nn.Module):
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.step = step
+        self.p = nn.Parameter(torch.tensor([0.5, -0.3, 0.8]))
+        self.register_buffer("b", torch.full((3,), 3.0))
+        self.shadow = torch.full((3,), 2.0)
+        self.big = torch.arange(6.0)
+        self.low = self.big[:3]
+        self.views, self.kept = [self.p.data, self.b.view(3)], []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.step(self, x)
+
+    def state(self) -> Any:
+        return [t.detach().clone() for t in (self.p, self.b, self.shadow, self.big, *self.views, *self.kept)]
+
+
+def _averages_for_a_while(net: Any, x: torch.Tensor) -> Any:
+    saved = net.p.data
+    net.p.data = net.shadow
+    y = ((net.p * x) ** 2).sum()
+    net.p.data = saved
+    return y + (net.p * x).sin().sum()
+
+
+def _perturbed_for_a_while(net: Any, x: torch.Tensor) -> Any:
+    saved = net.p.data.clone()
+    net.p.data = net.p.data + 0.1 * x.sign()
+    y = ((net.p * x) ** 2).sum()
+    net.p.data = saved
+    return y + (net.p**2).sum()
+
+
+def _two_assignments(net: Any, x: torch.Tensor) -> Any:
+    net.b.data = net.b + x
+    net.b.data = net.b * 0.5
+    return net.b * net.p
+
+
+def _assigned_then_written(net: Any, x: torch.Tensor) -> Any:
+    net.b.data = net.b * 0.5 + x
+    net.b.add_(1)
+    return net.b * net.p
+
+
+def _the_parameter(net: Any, x: torch.Tensor) -> Any:
+    net.p.data = net.p.data - 0.1 * x
+    return net.p * x
+
+
+def _a_view(net: Any, x: torch.Tensor) -> Any:
+    net.low.data = x * 0 - 1
+    return net.big[:3] * x
+
+
+def _old_memory_kept(net: Any, x: torch.Tensor) -> Any:
+    net.kept = [net.b.data]
+    net.b.data = net.b * 0.5
+    return net.kept[0] + net.b * x
+
+
+def _new_memory_kept(net: Any, x: torch.Tensor) -> Any:
+    new = x * 2
+    net.kept = [new]
+    net.b.data = new
+    return net.b * x
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        *(_averages_for_a_while, _perturbed_for_a_while, _two_assignments, _assigned_then_written, _the_parameter),
+        *(_a_view, _old_memory_kept, _new_memory_kept),
+    ],
+)
+def test_data_that_is_assigned_shows_the_memory_that_it_shows_in_torch(step: Any) -> None:
+    plain, net = Exchanging(step), Exchanging(step)
+    call = as_torch(as_jax(net))
+    for i in range(3):
+        x = torch.tensor([0.3, -0.6, 0.2]) + i
+        expected, got = plain(x), call(x)
+        torch.testing.assert_close(got.detach(), expected.detach())
+        if expected.requires_grad:
+            wanted = torch.autograd.grad(expected.sum(), plain.p)
+            torch.testing.assert_close(torch.autograd.grad(got.sum(), net.p), wanted)
+        torch.testing.assert_close(net.state(), plain.state())
+        for other in (plain, net):  # what is written from outside shows where torch shows it
+            with torch.no_grad():
+                other.b.mul_(2)
+                other.p.add_(1)
+                other.shadow.mul_(3)
+        torch.testing.assert_close(net.state(), plain.state())
+
+
+@pytest.mark.parametrize(
+    "assign",
+    [
+        lambda net, x: setattr(net.b, "data", net.shadow),
+        lambda net, x: setattr(net.b, "data", x),
+        lambda net, x: setattr(net.b, "data", net.big[3:]),
+        lambda net, x: [setattr(t, "data", y) for y in (x * 2,) for t in (net.b, net.shadow)],
+        lambda net, x: [setattr(t, "data", y) for t, y in ((net.b, net.shadow), (net.shadow, net.b.data))],
+        lambda net, x: net.b.set_(x * 2),
+    ],
+)
+def test_data_that_is_to_show_the_memory_of_another_tensor_is_refused(assign: Any) -> None:
+    def step(net: Any, x: torch.Tensor) -> Any:
+        assign(net, x)
+        return net.b * x
+
+    with pytest.raises(TypeError, match=r"test_state.py:\d+: .*(memory of another one \(\.data\)|cannot set_)"):
+        as_torch(as_jax(Exchanging(step)))(torch.ones(3))

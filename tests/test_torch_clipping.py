@@ -200,6 +200,26 @@ def test_a_transform_clips_a_tree_on_its_own():
     torch.testing.assert_close(mt.global_norm(mt.clip_by_global_norm(0.01)(grads)), torch.tensor(0.01))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_gradients_count_in_norms_and_are_clipped(dtype):
+    grads = {"z": torch.tensor([3 + 4j, -12j], dtype=dtype), "w": torch.tensor([84.0])}
+    norm = torch.nn.utils.get_total_norm([grads["z"], grads["w"]])
+    torch.testing.assert_close(mt.global_norm(grads), norm.to(mt.global_norm(grads).dtype))
+    for transform in (mt.clip_by_global_norm(1.0), mt.rescale_by_norm(lambda n: 1 / n)):
+        clipped = transform(grads)
+        assert clipped["z"].dtype == dtype
+        torch.testing.assert_close(clipped, {k: (g / 85).to(g.dtype) for k, g in grads.items()})
+
+    x, z = torch.randn(3, 4), torch.randn(4, dtype=dtype)
+    loss = lambda z, x: (x.to(dtype) * z).abs().pow(2).sum()
+    each = [torch.func.grad(loss)(z, row[None]) for row in x]
+    for clip in (mt.clip_by_global_norm(0.5), lambda g: g * (0.5 / g.abs().square().sum().sqrt()).clamp(max=1)):
+        got, aux = mt.micro_grad(loss, transform_fn=clip, metrics_fn=mt.global_norm, microbatch_size=1)(z, x)
+        norms = torch.stack([g.norm() for g in each])
+        torch.testing.assert_close(aux.metrics, norms)
+        torch.testing.assert_close(got, sum(g * min(1, 0.5 / float(n)) for g, n in zip(each, norms, strict=True)))
+
+
 def test_clip_norms_change_without_compiling_anew():
     calls = []
 

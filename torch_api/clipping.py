@@ -21,7 +21,7 @@ from .rows import Fun, explain_with, finish
 
 
 def global_norm(tree: Any) -> torch.Tensor:
-    """The Euclidean norm of all floating-point tensors of a tree together, a tensor ``[]``.
+    """The Euclidean norm of all floating-point and complex tensors of a tree together, a tensor ``[]``.
 
     Equivalent to ``torch.nn.utils.get_total_norm``, with squares summed in at least float32. As ``metrics_fn`` of
     :func:`micro_grad` it costs nothing beyond clipping.
@@ -31,7 +31,7 @@ def global_norm(tree: Any) -> torch.Tensor:
     >>> mt.global_norm({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0)})
     tensor(5.)
     """
-    squares = [leaf.to(_wide(leaf)).square().sum() for leaf in _floats(tree)]
+    squares = [part.square().sum() for leaf in _moving(tree) for part in _parts(leaf.to(_wide(leaf)))]
     return torch.sqrt(sum(squares[1:], squares[0])) if squares else torch.zeros(())
 
 
@@ -104,7 +104,7 @@ def _scaled(grads: Any, scale: torch.Tensor, keep: torch.Tensor | None) -> Any:
     """The gradients scaled, and zero where they are not to be kept."""
 
     def apply(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        if not _moves(leaf):
             return leaf
         scaled = (leaf.to(_wide(leaf)) * scale).to(leaf.dtype)
         return scaled if keep is None else torch.where(keep, scaled, torch.zeros_like(scaled))
@@ -112,9 +112,16 @@ def _scaled(grads: Any, scale: torch.Tensor, keep: torch.Tensor | None) -> Any:
     return torch.utils._pytree.tree_map(apply, grads)
 
 
-def _floats(tree: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+def _moving(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if _moves(leaf)]
+
+
+def _moves(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _parts(leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (leaf.real, leaf.imag) if leaf.is_complex() else (leaf,)
 
 
 def _wide(leaf: torch.Tensor) -> torch.dtype:
