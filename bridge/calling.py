@@ -250,8 +250,8 @@ def _prepare_as(
                 if read_count() != read and again:  # names that it puts together are followed from now on
                     left = Watched(walk)
                     watched.restore()
-                    is_known = program is not None and not seen.missing
-                    if is_known and Walk(jax_fun, structure.fixed).key == walk.key:
+                    now, is_done = Walk(jax_fun, structure.fixed), program is not None and not seen.missing
+                    if is_done and (now.key, now.asks_history) == (walk.key, walk.asks_history):
                         left.restore()
                         break
                     return _prepare_as(jax_fun, recompute, args, kwargs, split, is_quiet, again - 1)
