@@ -557,8 +557,8 @@ def centred(terms: Sequence[Term], dtype: Any) -> tuple[Term, ...]:
     """The same sum, of terms whose norms do not cancel where those of inputs with an offset do.
 
     Inputs with an offset, or that are almost equal, have products far larger than what is left of them where the
-    cotangents add up to zero. So each product becomes one of factors that have a mean of zero along what they share,
-    and one of the means. A factor is not needed twice: the same are used for the sum over the examples.
+    cotangents add up to zero. So each product becomes one of factors without what their rows have in common, and one
+    of that. A factor is not needed twice: the same are used for the sum over the examples.
     """
     terms = merged(terms, shared=True)
     if len(terms) == 1 and (any(isinstance(f, Windows) for f in terms[0].factors) or _is_direct(terms[0])):
@@ -590,26 +590,65 @@ def _centred(term: Term, dtype: Any) -> list[Term]:
     # A short axis may be that of what is compared, row by row.
     short = [[x] for x in pairs[pair] if term.sizes[x] <= _FEW]
     long = [x for x in pairs[pair] if term.sizes[x] > _FEW]
-    parts = [term]
+    parts = [(term, pairs[pair])]
     for shared in [*short, long] if long else short:
-        parts = [part for t in parts for part in _apart(t, pair, shared, dtype)]
-    return parts
+        split = [(met, _apart(t, pair, met, shared, dtype)) for t, met in parts]
+        parts = [
+            (t, labels)
+            for met, (rest, means) in split
+            for t, labels in ((rest, met), (means, [x for x in met if x not in shared]))
+        ]
+    return [t for t, _ in parts]
 
 
-def _apart(term: Term, pair: tuple[int, ...], shared: Sequence[Label], dtype: Any) -> list[Term]:
-    """What of two factors is centred along the labels that they share, and their means."""
+def _apart(
+    term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequence[Label], dtype: Any
+) -> list[Term]:
+    """What of two factors is orthogonal to one direction along some of the labels that they meet in, and what is not.
+
+    Rows of both are brought to about the same size first, so that none loses digits beside a larger one whose partner
+    is smaller; the direction is that of these sizes, so that of rows with an offset nothing is left but what they
+    differ in. All sizes are powers of two, which round nothing: then rows of one size lose the very same.
+    """
     # Without axes of length 1, which XLA would take off for the norm alone, in a second copy.
     rest = [narrowed(f, term) for f in term.factors]
     means = list(rest)
-    at = {i: tuple(rest[i].labels.index(x) for x in shared) for i in pair}
-    mean = {i: jnp.mean(rest[i].array, at[i], dtype=dtype, keepdims=True) for i in pair}
-    for i in pair:
+    axes = tuple(met.index(x) for x in shared)
+    # A factor that all examples share stays one array: then the direction is that of its rows, in its own size.
+    shares = [i for i in pair if not rest[i].batched]
+    sized = pair if len(shares) != 1 else shares * 2
+    one, two = (_exponents(rest[i], met, axes, dtype) for i in sized)
+    ends = jnp.max(one + two, axes, keepdims=True)
+    power = lambda exponent: jnp.ldexp(jnp.ones((), jnp.finfo(dtype).dtype), exponent)
+    direction = power(one + two - ends)
+    length = jnp.sum(jnp.square(direction), axes, keepdims=True)
+    for i, stretch in zip(pair, (power(two - one), power(one - two)), strict=True):
         f = rest[i]
-        rest[i] = dataclasses.replace(f, array=f.array - mean[i])
-        means[i] = Factor(jnp.squeeze(mean[i], at[i]), tuple(x for x in f.labels if x not in shared), f.batched)
-    count = Factor(jnp.asarray(float(math.prod(term.sizes[x] for x in shared)), dtype), (), False)
-    of_means = term.replace(factors=tuple(means), scale=(*term.scale, count), centred=True)
-    return [term.replace(factors=tuple(rest), centred=True), of_means]
+        at, along = tuple(f.labels.index(x) for x in shared), _along(direction, f, met)
+        array = f.array * _along(stretch, f, met)
+        total = jnp.sum(array * along, at, dtype=dtype, keepdims=True)
+        mean = total / _along(length, f, met)
+        rest[i] = dataclasses.replace(f, array=array - mean * along)
+        labels = tuple(x for x in f.labels if x not in shared)
+        means[i] = Factor(jnp.squeeze(mean if i == pair[0] else total, at), labels, f.batched)
+    return [term.replace(factors=tuple(factors), centred=True) for factors in (rest, means)]
+
+
+def _exponents(f: Factor, met: Sequence[Label], axes: tuple[int, ...], dtype: Any) -> Any:
+    """The size of each row of a factor as a power of four of the largest one's, ``[met]``."""
+    sizes = jnp.max(jnp.abs(f.array.astype(dtype)), tuple(i for i, x in enumerate(f.labels) if x not in met))
+    kept = [x for x in f.labels if x in met]
+    sizes = jax.lax.stop_gradient(sizes.transpose([kept.index(x) for x in met]))
+    largest = jnp.max(sizes, axes, keepdims=True)
+    exponents = jnp.round(jnp.log2(sizes / jnp.where(largest == 0, 1, largest)) / 2)
+    return jnp.clip(exponents, -60, 0).astype(jnp.int32)
+
+
+def _along(values: Any, f: Factor, labels: Sequence[Label]) -> Any:
+    """Values with these labels, for a product with a factor that has them all."""
+    order = [labels.index(x) for x in f.labels if x in labels]
+    values = values.transpose(order)
+    return jnp.expand_dims(values, [i for i, x in enumerate(f.labels) if x not in labels])
 
 
 def _entries(term: Term) -> list[Label]:

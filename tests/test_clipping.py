@@ -474,6 +474,41 @@ def test_norms_are_right_where_products_cancel(name):
     np.testing.assert_allclose(parts, 1e-3, rtol=1e-3)
 
 
+# Losses of examples {"x": [2, 20], "c": [2, 20]}, in whose products one factor is small where the other is large.
+UNEVEN = {
+    "transposed_use": lambda p, b, k: k * jnp.sum((b["x"] @ (p["w"] + p["w"].T)) ** 2),
+    "tied_autoencoder": lambda p, b, k: k * jnp.mean((jax.nn.relu(b["x"] @ p["w"].T) @ p["w"] - b["x"]) ** 2),
+    "rows": lambda p, b, k: jnp.sum((b["x"] * jnp.array([[k], [1 / k]])) @ p["w"] * b["c"] / jnp.array([[k], [1 / k]])),
+    "uses": lambda p, b, k: jnp.sum((b["x"][0] * k) @ p["w"] * b["c"][0] / k) + jnp.sum(b["x"][1] @ p["w"] * b["c"][1]),
+    "normalised_between": lambda p, b, k: jnp.sum(jnp.tanh(_root_mean_square((b["x"] * k) @ p["w"]) @ p["w"]) * b["c"]),
+    "of_an_offset": lambda p, b, k: jnp.sum(
+        (100 + b["x"]) @ p["w"] * b["c"] * jnp.array([[k], [-k]]) + (100 + b["c"]) @ p["w"] * b["x"] / k
+    ),
+}  # fmt: skip
+
+
+def _root_mean_square(x):
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", [name if name == "transposed_use" else _SLOW(name) for name in UNEVEN])
+def test_norms_do_not_depend_on_how_size_is_shared_between_the_factors(name):
+    rng = np.random.default_rng(0)
+    loss, params = UNEVEN[name], {"w": rng.normal(size=(20, 20)) / 4}
+    batch = {key: rng.normal(size=(8, 2, 20)) for key in "xc"}
+    narrow = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, batch))
+    scales = [10.0**e for e in (-9, -6, -3, -2, -1, 0, 1, 2, 4, 6, 9)]
+    if name != "transposed_use" and name != "tied_autoencoder":
+        scales = [k for k in scales if 1e-6 <= k <= 1e6]  # beyond, float32 itself has no digits left
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), narrow)
+        one = lambda p, b, k: norm64(jax.grad(loss)(p, b, k))
+        right = jax.jit(jax.vmap(jax.vmap(one, (None, 0, None)), (None, None, 0)))(*exact, jnp.array(scales))
+    fun = clipped_grad(loss, l2_clip_norm=1.0, return_grad_norms=True, keep_batch_dim=False, batch_argnums=1)
+    ours = jax.jit(jax.vmap(lambda p, b, k: fun(p, b, k)[1].grad_norms, (None, None, 0)))
+    np.testing.assert_allclose(ours(*narrow, jnp.array(scales, jnp.float32)), right, rtol=1e-5)
+
+
 def norm64(tree):
     return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
 
