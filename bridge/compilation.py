@@ -390,7 +390,7 @@ class Program:
 
     def memory_analysis(self) -> Any:
         """XLA's figures for the compiled forward program; ``temp_size_in_bytes`` is the peak of its temporaries."""
-        return self._forward.compiled.memory_analysis()  # type: ignore[union-attr]
+        return self._forward.memory_analysis()  # type: ignore[union-attr]
 
 
 def _none_for_integers(leaf: Any) -> Any:

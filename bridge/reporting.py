@@ -44,6 +44,7 @@ class Checked:
             traced = jax.jit(writer.program(traced)).trace(*arguments)
         self._checks = writer.checks
         self.compiled = traced.lower().compile()
+        call.traces.clear()
 
     def __call__(self, *args: Any) -> Any:
         """The program's outputs."""
@@ -56,6 +57,10 @@ class Checked:
             raise raised(condition, line, value, None if is_single else place)
         return outputs
 
+    def memory_analysis(self) -> Any:
+        """XLA's figures."""
+        return self.compiled.memory_analysis()
+
 
 class _Writer:
     """Evaluates a jaxpr, its checks as reports. What asks for nothing is left as it is."""
@@ -64,7 +69,6 @@ class _Writer:
         self.call = call
         self.checks: list[tuple[Condition, str, bool]] = []
         self._asks: dict[Any, bool] = {}
-        self._loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
 
     def program(self, traced: Any) -> Callable[..., Any]:
         """The traced function with a report beside its outputs."""
@@ -121,10 +125,17 @@ class _Writer:
             return bind(equation, values), []
         if called is not None:
             return self.run(called.jaxpr, called.consts, values)
-        if name in self._loops:
-            return self._loops[name](equation, values)
         if name in _CALLS:
             return self._run_body(equation.params, equation.params[_CALLS[name]], values)
+        match name:
+            case "scan":
+                return self._scan(equation.params, values)
+            case "while":
+                return self._while(equation.params, values)
+            case "cond":
+                return self._cond(equation.params, values)
+            case "custom_linear_solve":
+                return self._solve(equation.params, values)
         return bind(equation, values), []  # lowered to a callback
 
     def _report(self, evidence: Any, condition: Condition, line: str) -> list[Report]:
@@ -147,8 +158,7 @@ class _Writer:
     def _run(self, body: Any, values: Sequence[Any]) -> Outputs:
         return self.run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), values)
 
-    def _scan(self, equation: Any, values: list[Any]) -> Outputs:
-        params = equation.params
+    def _scan(self, params: dict[str, Any], values: list[Any]) -> Outputs:
         first, count = scan_counts(params)
         fixed, carried, rows = values[:first], values[first : first + count], values[first + count :]
 
@@ -161,8 +171,7 @@ class _Writer:
         (carried, report), columns = jax.lax.scan(step, (carried, _first([])), rows, **options)
         return [*carried, *columns], [report]
 
-    def _while(self, equation: Any, values: list[Any]) -> Outputs:
-        params = equation.params
+    def _while(self, params: dict[str, Any], values: list[Any]) -> Outputs:
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
         def goes_on(carried: Sequence[Any], report: Report) -> Any:
@@ -186,7 +195,7 @@ class _Writer:
         carried, report, _ = jax.lax.while_loop(lambda state: state[2], step_and_look, (values[second:], report, more))
         return carried, [report]
 
-    def _cond(self, equation: Any, values: list[Any]) -> Outputs:
+    def _cond(self, params: dict[str, Any], values: list[Any]) -> Outputs:
         def run(branch: Any) -> Callable[..., Any]:
             def chosen(*operands: Any) -> Any:
                 outs, found = self._run(branch, operands)
@@ -194,8 +203,13 @@ class _Writer:
 
             return chosen
 
-        outs, report = jax.lax.switch(values[0], list(map(run, equation.params["branches"])), *values[1:])
+        outs, report = jax.lax.switch(values[0], list(map(run, params["branches"])), *values[1:])
         return outs, [report]
+
+    def _solve(self, params: dict[str, Any], values: list[Any]) -> Outputs:
+        counts = params["const_lengths"]
+        first = counts.matvec + counts.vecmat
+        return self._run(params["jaxprs"].solve, [*values[first : first + counts.solve], *values[sum(counts) :]])
 
 
 def _first(reports: Sequence[Report]) -> Report:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+from jax.custom_batching import custom_vmap
+from jax.scipy.sparse.linalg import cg
 from torch.utils.checkpoint import checkpoint
 
 from microtome import torch_api as mt
@@ -167,6 +169,24 @@ def test_gradients_of_loops_branches_and_calls(programs: list[Any]) -> None:
         for bad in ([0, 1, 13], [4, 1, 5]):
             with pytest.raises(IndexError, match=HERE + f"index {8 if bad[0] == 0 else 4} is"):
                 call(w, torch.tensor(bad))
+
+
+@pytest.mark.slow
+def test_solvers_and_rules_for_batches(programs: list[Any]) -> None:
+    loss = as_jax(lambda w, i: F.cross_entropy(w, i) + (w * w).sum())
+    read = custom_vmap(_read)
+    read.def_vmap(lambda size, batched, w, i: (_read(w, i), True))
+
+    def solve(w: Any, i: Any, k: Any) -> Any:
+        curvature = lambda v: jax.jvp(jax.grad(lambda w: loss(w, i)), (w,), (v,))[1]
+        return cg(curvature, w)[0] + read(w, k)
+
+    call, fine, one = as_torch(solve), torch.tensor([0, 1, 1]), torch.tensor(1)
+    call(TABLE, fine, one)
+    with pytest.raises(IndexError, match=HERE + "index 2 is out of range for an axis of length 2"):
+        call(TABLE, fine + one, one)
+    with pytest.raises(IndexError, match=HERE + "index 7 is out of range for an axis of length 3"):
+        call(TABLE, fine, 7 * one)
 
 
 def test_errors_of_conditions_name_the_element() -> None:
