@@ -1,12 +1,12 @@
 """Indices out of range raise, as in eager torch on the CPU, where XLA would read another element.
 
-The check is a primitive that hands its index on. It is lowered for the CPU to a comparison and a branch that calls back
-to Python in the bad case only, so it costs one pass over the index. Other devices are not checked: there XLA clamps
-reads and drops writes, where eager CUDA stops the process.
+A check costs one pass over the index. Other devices are not checked: there XLA clamps reads and drops writes, where
+eager CUDA stops the process.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
 
-from .context import current_call
-from .versions import enable_x64
+from .checks import check_p
 
 # Ops with the arguments (self, dim, index, ...).
 _ALONG_ONE_AXIS = frozenset(
@@ -79,53 +76,19 @@ def _watch_several(x: Any, indices: Sequence[Any], line: str) -> list[Any]:
 def _watch(index: Any, size: int, least: int, line: str) -> Any:
     if not isinstance(index, jax.Array) or not jnp.issubdtype(index.dtype, jnp.integer):
         return index
-    call = current_call()
-    return check_index_p.bind(
-        index, size=size, least=least, line=line, failures=None if call is None else call.failures
-    )
+    (index,) = check_p.bind(index, index, condition=_Within(least, size), line=line)
+    return index
 
 
-class Failures:
-    """The checks that failed in a program: XLA calls back in a thread of its own."""
+@dataclasses.dataclass(frozen=True)
+class _Within:
+    """That indices are neither below the least one nor past the end."""
 
-    def __init__(self) -> None:
-        self._errors: list[Exception] = []
+    least: int
+    size: int
 
-    def add(self, error: Exception) -> None:
-        self._errors.append(error)
+    def holds(self, index: jax.Array) -> jax.Array:
+        return (index >= self.least) & (index < self.size)
 
-    def check(self) -> None:
-        """Raise for a check that failed since the last time."""
-        if self._errors:
-            error = self._errors[0]
-            self._errors.clear()
-            raise error
-
-
-def _lowered(index: jax.Array, *, size: int, least: int, line: str, failures: Failures | None) -> jax.Array:
-    def fail(index: Any, bad: Any) -> Any:
-        worst = np.asarray(index)[np.asarray(bad)][0]
-        message = f"{line}: index {worst} is out of range for an axis of length {size}."
-        if failures is None:  # in a program of the user's own
-            raise IndexError(message)
-        failures.add(IndexError(message))
-        return np.zeros((), index.dtype)
-
-    def call() -> jax.Array:
-        return jax.pure_callback(fail, jax.ShapeDtypeStruct((), index.dtype), index, bad)
-
-    with enable_x64():  # the index may be 64-bit in a program that JAX lowers in its 32-bit mode
-        bad = (index < least) | (index >= size)
-        return index + jax.lax.cond(bad.any(), call, lambda: jnp.zeros((), index.dtype))
-
-
-check_index_p = jex.Primitive("check_index")
-check_index_p.def_impl(lambda index, **params: jax.jit(lambda x: check_index_p.bind(x, **params))(index))
-check_index_p.def_abstract_eval(lambda index, **params: index)
-batching.primitive_batchers[check_index_p] = lambda xs, axes, **params: (check_index_p.bind(*xs, **params), axes[0])
-ad.primitive_jvps[check_index_p] = lambda primals, tangents, **params: (
-    check_index_p.bind(*primals, **params),
-    ad.Zero(jax.typeof(primals[0]).to_tangent_aval()),
-)
-mlir.register_lowering(check_index_p, lambda ctx, index, **params: [index])
-mlir.register_lowering(check_index_p, mlir.lower_fun(_lowered, multiple_results=False), platform="cpu")
+    def error(self, index: int, _: int | None) -> IndexError:
+        return IndexError(f"index {index} is out of range for an axis of length {self.size}.")

@@ -15,7 +15,6 @@ import torch
 from jax.experimental.layout import Format, Layout
 
 from .bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, as_before, put, restore
-from .bounds import Failures
 from .captures import Walk
 from .context import Call, running
 from .differentiation import DeletedFunction, dependent_outputs
@@ -23,6 +22,7 @@ from .errors import TraceError
 from .graph import History, unusual_stride
 from .places import Place
 from .pullbacks import Backward, Pullback, independent, pull_back, unread
+from .reporting import Checked
 from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
@@ -273,7 +273,6 @@ class Program:
         self.device, self.grad = root.device, root.grad
         self.recompute = root.recompute and flat is root
         call = Call({}, None, root.device, root.grad)
-        call.failures = self._failures = Failures()
         self._lock = threading.Lock()
         self.read: list[int] = []  # inputs that the backward pass of all outputs reads
         self.flat: set[int] = set()  # inputs whose gradient is zero whatever the cotangents are
@@ -303,7 +302,7 @@ class Program:
         depends = dependent_outputs(traced.jaxpr, [False, *self.need])
         self.moving = [d and _inexact(aval.dtype) for d, aval in zip(depends, traced.out_info[0], strict=False)]
         self.absent_outputs = self._zero_gradients(flat, traced)
-        self._forward = None if call.missing else traced.lower().compile()
+        self._forward = None if call.missing else Checked(traced, call, [_KEY, *avals])
 
     def _compile_both(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
         kept: list[Any] = []
@@ -327,7 +326,7 @@ class Program:
         self.absent_outputs = self._zero_gradients(flat, traced)
         if call.missing:
             return
-        self._forward = traced.lower().compile()
+        self._forward = Checked(traced, call, [_KEY, *avals])
         saved, inputs = [avals[i] for i in self.saved], list(itertools.compress(avals, self.need))
         pullback = Pullback(treedef, which, saved, residuals, inputs, outputs)
         self._backwards: dict[tuple[bool, ...], Backward | None] = {}
@@ -339,7 +338,7 @@ class Program:
         if sum(self.moving) > 1:
             self._pullback = pullback
         elif any(self.moving):
-            self._backwards[tuple(self.moving)] = pullback.compile(self.moving)
+            self._backwards[tuple(self.moving)] = pullback.compile(self.moving, call)
 
     @staticmethod
     def _zero_gradients(flat: Flat, traced: Any) -> list[bool]:
@@ -353,7 +352,6 @@ class Program:
         with enable_x64():
             outputs, updates, residuals = self._forward(key, *tensors_to_arguments(tensors))  # type: ignore[misc]
             made = [array_to_tensor(o) for o in outputs]
-            self._failures.check()
             for i, value in zip(self.mutated, updates, strict=True):
                 put(tensors[i], array_to_tensor(value), i in self.outline.moved)
         return made, residuals
@@ -379,19 +377,16 @@ class Program:
         with enable_x64():
             given = [tensor_to_array(c.contiguous()) for c, alive in zip(cotangents, live, strict=True) if alive]  # type: ignore[union-attr]
             found = program.compiled([tensor_to_array(tensors[i]) for i in self.saved], residuals, given)
-            made = [None if absent else array_to_tensor(g) for absent, g in zip(program.absent, found, strict=True)]
-            self._failures.check()
-            return made
+            return [None if absent else array_to_tensor(g) for absent, g in zip(program.absent, found, strict=True)]
 
     def _backward_of(self, live: tuple[bool, ...]) -> Backward | None:
         with self._lock:
             if live not in self._backwards:
                 assert self._pullback is not None
                 call = Call({}, None, self.device, self.grad)
-                call.failures = self._failures
                 with enable_x64(), running(call):
                     try:
-                        self._backwards[live] = self._pullback.compile(live)
+                        self._backwards[live] = self._pullback.compile(live, call)
                     except DeletedFunction:
                         self._backwards[live] = None
             return self._backwards[live]

@@ -1,8 +1,6 @@
 """What eager torch asks of values on the CPU, and raises for: singular matrices, probabilities out of range, asserts.
 
-A recording notes each such condition with its evidence, the tensor it is asked of. The check is a primitive that hands
-the results of the program on, so that it lives as long as any of them is used. It is lowered for the CPU to a
-comparison and a branch that calls back to Python in the bad case only. Other devices are not checked.
+A recording notes each such condition with its evidence, the tensor it is asked of.
 """
 
 from __future__ import annotations
@@ -11,60 +9,54 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
 
-from .bounds import Failures
-from .context import current_call
-from .versions import enable_x64
+from .checks import Condition, check_p
 
 aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
-class Condition:
+class _Asked:
     """``holds`` of each element of the evidence, or the error that torch raises."""
 
     holds: Callable[[Any], Any]
-    error: Callable[[np.ndarray], Exception]
+    error: Callable[[int, int | None], Exception]
 
 
 def asserted(message: str = "Expected Tensor with single nonzero value, but got zero") -> Condition:
     """A flag that has to be set: ``torch._assert_async``."""
-    return Condition(lambda flag: flag != 0, lambda _: RuntimeError(message))
+    return _Asked(lambda flag: flag != 0, _says(message))
 
 
 def factorised(name: str, is_matrix: bool) -> Condition:
     """That LAPACK's ``info`` is zero; torch's own check writes the message."""
 
-    def error(info: np.ndarray) -> Exception:
+    def error(info: int, place: int | None) -> Exception:
+        infos = torch.tensor(info if place is None else [0] * place + [info], dtype=torch.int32)
         try:
-            infos = torch.from_numpy(np.array(info, np.int32))
-            aten._linalg_check_errors(infos, name, is_matrix=is_matrix and info.ndim == 0)
+            aten._linalg_check_errors(infos, name, is_matrix=is_matrix and place is None)
         except RuntimeError as error:
             return error
         return RuntimeError(f"{name}: info {info}")
 
-    return Condition(lambda info: info == 0, error)
+    return _Asked(lambda info: info == 0, error)
 
 
-def _says(message: str, kind: type[Exception] = RuntimeError) -> Callable[[np.ndarray], Exception]:
-    return lambda _: kind(message)
+def _says(message: str, kind: type[Exception] = RuntimeError) -> Callable[[int, int | None], Exception]:
+    return lambda _, place: kind(message)
 
 
-_SVD = Condition(
+_SVD = _Asked(
     lambda a: ~jnp.isnan(a),
     _says(
         "linalg.svd: The algorithm failed to converge because the input matrix contained non-finite values.",
         torch.linalg.LinAlgError,
     ),
 )
-_EIG = Condition(jnp.isfinite, _says("torch.linalg.eig: input tensor should not contain infs or NaNs."))
-_REGULAR = Condition(
+_EIG = _Asked(jnp.isfinite, _says("torch.linalg.eig: input tensor should not contain infs or NaNs."))
+_REGULAR = _Asked(
     lambda factor: jnp.diagonal(factor, axis1=-2, axis2=-1) != 0,
     _says(
         "cholesky_inverse: A diagonal element is zero, the inversion could not be completed because the input matrix "
@@ -75,18 +67,18 @@ _REGULAR = Condition(
 
 
 def _between(name: str) -> Condition:
-    return Condition(lambda p: (p >= 0) & (p <= 1), _says(f"all elements of {name} should be between 0 and 1"))
+    return _Asked(lambda p: (p >= 0) & (p <= 1), _says(f"all elements of {name} should be between 0 and 1"))
 
 
-_PROBABILITY = Condition(
+_PROBABILITY = _Asked(
     lambda p: (p >= 0) & (p <= 1), _says("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
 )
-_NOT_NEGATIVE = Condition(lambda x: x >= 0, _says("invalid Poisson rate, expected rate to be non-negative"))
-_SCALE = Condition(lambda std: std >= 0, _says("normal expects all elements of std >= 0.0"))
-_WEIGHTS = Condition(
+_NOT_NEGATIVE = _Asked(lambda x: x >= 0, _says("invalid Poisson rate, expected rate to be non-negative"))
+_SCALE = _Asked(lambda std: std >= 0, _says("normal expects all elements of std >= 0.0"))
+_WEIGHTS = _Asked(
     lambda p: (p >= 0) & (p < jnp.inf), _says("probability tensor contains either `inf`, `nan` or element < 0")
 )
-_SUM = Condition(lambda p: p.sum(-1) != 0, _says("invalid multinomial distribution (sum of probabilities <= 0)"))
+_SUM = _Asked(lambda p: p.sum(-1) != 0, _says("invalid multinomial distribution (sum of probabilities <= 0)"))
 
 # The conditions that an op asks of its arguments, by their place.
 _REQUIRED: dict[Any, list[tuple[int, Condition]]] = {
@@ -125,7 +117,7 @@ def required(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple
     """The conditions that an op asks of its arguments."""
     if op is aten.repeat_interleave.Tensor:
         size = kwargs.get("output_size")
-        return [(args[0], Condition(lambda n: n.sum() == size, _says("allocated size does not match required size")))]
+        return [(args[0], _Asked(lambda n: n.sum(-1) == size, _says("allocated size does not match required size")))]
     if kwargs.get("hermitian"):  # by eigenvalues, which may be NaN
         return []
     asked = [(args[i], condition) for i, condition in _REQUIRED.get(op, ()) if i < len(args)]
@@ -134,43 +126,6 @@ def required(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple
 
 def watched(checks: Sequence[Check], read: Callable[[Any], Any], results: list[Any]) -> list[Any]:
     """The results of a program, in which these conditions are to hold."""
-    call = current_call()
     for check in checks if results else ():
-        results = check_p.bind(
-            read(check.evidence),
-            *results,
-            condition=check.condition,
-            line=check.line,
-            failures=None if call is None else call.failures,
-        )
+        results = check_p.bind(read(check.evidence), *results, condition=check.condition, line=check.line)
     return results
-
-
-def _lowered(
-    evidence: jax.Array, *results: jax.Array, condition: Condition, line: str, failures: Failures | None
-) -> Sequence[jax.Array]:
-    def fail(evidence: Any) -> None:
-        error = condition.error(np.asarray(evidence))
-        located = type(error)(f"{line}: {error}")
-        if failures is None:  # in a program of the user's own
-            raise located
-        failures.add(located)
-
-    with enable_x64():
-        jax.lax.cond(condition.holds(evidence).all(), lambda _: None, lambda e: jax.debug.callback(fail, e), evidence)
-    return results
-
-
-def _batched(arrays: Sequence[Any], axes: Sequence[int | None], **params: Any) -> tuple[list[Any], Sequence[Any]]:
-    evidence = arrays[0] if axes[0] is None else jnp.moveaxis(arrays[0], axes[0], 0)
-    return check_p.bind(evidence, *arrays[1:], **params), axes[1:]
-
-
-check_p = jex.Primitive("check")
-check_p.multiple_results = True
-check_p.def_impl(lambda *arrays, **params: jax.jit(lambda *arrays: check_p.bind(*arrays, **params))(*arrays))
-check_p.def_abstract_eval(lambda evidence, *results, **params: results)
-batching.primitive_batchers[check_p] = _batched
-ad.primitive_jvps[check_p] = lambda primals, tangents, **params: (check_p.bind(*primals, **params), tangents[1:])
-mlir.register_lowering(check_p, lambda ctx, evidence, *results, **params: results)
-mlir.register_lowering(check_p, mlir.lower_fun(_lowered, multiple_results=True), platform="cpu")

@@ -74,7 +74,8 @@ class Call:
     histories: dict[int, History] = dataclasses.field(
         default_factory=dict
     )  # by id, of arguments, if they are asked for
-    failures: Any = None  # where checks of indices report
+    # What recorded torch functions compute, by their program and the form of its inputs, while the call is compiled.
+    traces: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
     shape: Any = None  # the structure of the results
     results: int = 0  # how many tensors the call gives, with what it leaves behind
     moving: list[bool] = dataclasses.field(default_factory=list)  # which outputs depend on a needed input

@@ -29,6 +29,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from .conditions import watched
+from .context import current_call
 from .derivatives import jvp_rule, vjp_rule, with_captured
 from .errors import TraceError
 from .graph import Graph, Meta, read, run
@@ -448,7 +449,11 @@ def _run_now(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Arra
 
 
 def _lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+    call = current_call()
+    traced = None if call is None else call.traces.get((params["program"], tuple(ctx.avals_in)))
     with enable_x64():  # what a lowered function calls in its turn is lowered here too
+        if traced is not None:
+            return mlir.lower_fun(jex.jaxpr_as_fun(traced), multiple_results=True)(ctx, *args)
         return mlir.lower_fun(_run, multiple_results=True)(ctx, *args, **params)
 
 

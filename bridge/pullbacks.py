@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from .context import Call
 from .differentiation import dependent_outputs, read_inputs
+from .reporting import Checked
 
 
 def pull_back(move: Any, inputs: Sequence[Any], live: Sequence[bool], cotangents: Sequence[Any]) -> list[Any]:
@@ -54,13 +56,14 @@ class Pullback:
         inputs, made = iter(saved), iter(residuals)
         return self.treedef.unflatten([next(made) if i is None else next(inputs) for i in self.which])
 
-    def compile(self, live: Sequence[bool]) -> Backward:
+    def compile(self, live: Sequence[bool], call: Call) -> Backward:
         def backward(saved: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             return pull_back(self._move(saved, residuals), self.inputs, live, cotangents)
 
-        traced = jax.jit(backward).trace(self.saved, self.residuals, list(itertools.compress(self.outputs, live)))
+        arguments = self.saved, self.residuals, list(itertools.compress(self.outputs, live))
+        traced = jax.jit(backward).trace(*arguments)
         absent = independent(traced.jaxpr, len(self.saved) + len(self.residuals))
-        return Backward(traced.lower().compile(), absent, read_inputs(traced.jaxpr)[: len(self.saved)])
+        return Backward(Checked(traced, call, arguments), absent, read_inputs(traced.jaxpr)[: len(self.saved)])
 
     def reads_and_moves(self) -> tuple[list[bool], list[bool]]:
         """Which saved inputs the backward pass of all outputs reads, and which inputs have a gradient."""

@@ -19,7 +19,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import torch_internals as ti
-from .conditions import Check, Condition, asserted, factorised, reports_failure, required
+from .checks import Condition
+from .conditions import Check, asserted, factorised, reports_failure, required
 from .errors import TraceError, calling_object, user_line
 from .graph import Const, Meta, Node, Ref, Value
 from .lowerings import has_lowering

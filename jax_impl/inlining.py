@@ -17,7 +17,7 @@ CALLS: dict[str, Callable[..., Sequence[Any]]] = {}
 
 # Where a primitive that only calls keeps what it calls. Derivative rules (custom_jvp and custom_vjp) are lost: an
 # inlined program is for evaluation.
-_BODY = {
+BODY = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -45,7 +45,7 @@ def inline(closed: ClosedJaxpr, consts_first: bool = False) -> ClosedJaxpr:
     variables = [*jaxpr.constvars, *jaxpr.invars] if consts_first else jaxpr.invars
     flat = pruned(jax.make_jaxpr(run)(*(jax.core.ShapedArray(v.aval.shape, v.aval.dtype) for v in variables)))
     # What was written out may call in its turn.
-    return inline(flat) if any(e.primitive.name in (*_BODY, *CALLS) for e in flat.jaxpr.eqns) else flat
+    return inline(flat) if any(e.primitive.name in (*BODY, *CALLS) for e in flat.jaxpr.eqns) else flat
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -62,11 +62,11 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             outs = [jax.lax.square(signed.get(equation.invars[0], values[0]))]
         elif name in CALLS:
             outs = list(CALLS[name](*values, **equation.params))
-        elif name in _BODY:
+        elif name in BODY:
             if equation.params.get("differentiated") and equation.params.get("prevent_cse"):
                 # As its lowering does: else XLA would merge the second pass with the first, and keep all of it.
                 values = list(jax.lax.optimization_barrier(tuple(values)))
-            body = equation.params[_BODY[name]]
+            body = equation.params[BODY[name]]
             outs = _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), values)
         else:
             outs = bind_whole(equation, values)
