@@ -214,11 +214,16 @@ def restore(before: Sequence[Entry]) -> list[Entry]:
 @contextlib.contextmanager
 def as_before(before: Sequence[Entry]) -> Iterator[None]:
     """A scope in which places hold what they held before a call."""
+    # Later calls may have added to a list.
+    lists = {id(place.owner): (place.owner, list(place.owner)) for place, _, _ in before if place.is_sequence}
     now = restore(before)
     try:
         yield
     finally:
         restore(now)
+        for owner, content in lists.values():
+            owner.clear()
+            owner.extend(content)
 
 
 class Results:

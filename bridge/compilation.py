@@ -23,6 +23,8 @@ from .graph import History, unusual_stride
 from .places import Place
 from .pullbacks import Backward, Pullback, independent, pull_back, unread
 from .reporting import Checked
+from .running import where
+from .side_effects import Watched
 from .trees import Structure, flatten, is_array, to_jax_tree
 from .values import array_to_tensor, jax_device, jax_dtype, tensor_to_array, tensors_to_arguments
 from .versions import enable_x64
@@ -277,11 +279,19 @@ class Program:
         self.read: list[int] = []  # inputs that the backward pass of all outputs reads
         self.flat: set[int] = set()  # inputs whose gradient is zero whatever the cotangents are
         avals = _avals(tensors, root.device)
+        again = Watched(root.walk) if root.outline is not None and root.outline.changing else None
         with enable_x64(), running(call), as_before(root.before):
             if any(self.need) and not self.recompute:
                 self._compile_both(flat, call, avals)
             else:
                 self._compile_forward(flat, call, avals)
+        if again is not None and call.changing and flat is not root:
+            again.restore()
+            raise TraceError(
+                f"{where(root.walk)}a derivative that starts from the inputs runs the function again, which changes "
+                "Python objects that it captures. Keep what changes in numbers or tensors, or call it without "
+                "recompute=True and second derivatives."
+            )
         if call.missing and flat is not root:
             raise RuntimeError(
                 "a tensor that the function captures was replaced by another one between the call and a derivative "

@@ -514,6 +514,11 @@ def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         program = _program(equation)
         if equation.primitive.name in ("jit", "pjit"):
             found = _depend(equation.params["jaxpr"].jaxpr, given)
+        elif isinstance(program, Forward):  # detached results do not
+            metas = program.function.metas
+            need = tuple(g and m.differentiable for g, m in zip(given[1:], metas, strict=True))
+            moving = program.function.differentiable(need) if any(need) else ()
+            found = [i in moving or i >= len(program.function.outputs) for i in range(len(found))]
         elif isinstance(program, Backward):
             found = [gradient is not None for gradient in program.graph.gradients]
         elif isinstance(program, Linear):

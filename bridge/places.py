@@ -145,8 +145,10 @@ def put_in_order(owner: dict[Any, Any], keys: Sequence[Any]) -> None:
 def _write_item(place: Place, key: Any, value: Any) -> None:
     owner: Any = place.owner
     if value is ABSENT:
-        if key < len(owner) if place.is_sequence else key in owner:
-            del owner[key]
+        while place.is_sequence and key < len(owner):
+            owner.pop()
+        if not place.is_sequence:
+            owner.pop(key, None)
         return
     if place.is_sequence and key >= len(owner):  # of a list that shrank
         owner.extend([None] * (key + 1 - len(owner)))

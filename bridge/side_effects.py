@@ -160,12 +160,13 @@ class Watched:
         growing = {number for number, _, old, new in changes if old is ABSENT and tensors_in(new)}
         for number, key, old, new in changes:
             place = self.places[number]
+            is_mirror = _is_mirror(old, new, place) and not (place.is_library and self._is_users(place, key, new))
             is_appended = place.is_sequence and old is ABSENT
             before = old if old is ABSENT or _is_plain(old) else UNKNOWN
-            if id(new) in standing and not (tensors_in(new) and _is_mirror(old, new, place)):
+            if id(new) in standing and not (tensors_in(new) and is_mirror):
                 effects.append(Effect(number, key, UNKNOWN, standing[id(new)]))
             elif tensors_in(new):
-                if not _is_mirror(old, new, place):
+                if not is_mirror:
                     bound = results.bind(new, place.name(key))
                     if bound is None:
                         scratch.append(_scratch(place, key, old, new, results))

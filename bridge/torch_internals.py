@@ -185,8 +185,14 @@ class Substitution(TorchFunctionMode):
         return self.replacements.get(id(tensor), tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_HISTORY and id(args[0]) in self.replacements:  # which a derivative of the function leaves alone
+            with torch._C.DisableTorchFunction():
+                return func(args[0])
         args, kwargs = map_tensors(self.swap, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+_OF_HISTORY = (torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__)  # type: ignore[attr-defined]
 
 
 def _this_thread() -> Callable[[], bool]:

@@ -213,7 +213,11 @@ class _Traced:
             made = trace(walk)
             # What is left as the function changed it (sets, classes, buffers of bytes), it has to change in each call.
             is_repeatable = walk_again().key == walk.key
-            check_second_call(made, trace, walk, walk_again, written.appended(), is_repeatable)
+            try:
+                check_second_call(made, trace, walk, walk_again, written.appended(), is_repeatable)
+            except TraceError:
+                start.restore()
+                raise
             if generators.put_back():
                 raise frozen_number()
             warn_of_dropped(made.flat.scratch, walk)
