@@ -124,10 +124,17 @@ def _was(ev: Any, v: Any, dtype: Any) -> bool:
         if name not in ("mul", "div", "neg", "select_n", "copy", "name"):
             return False
         lazies = [x for x in e.invars if not isinstance(x, Literal) and isinstance(ev.read(x), Lazy)]
-        if len(lazies) != 1:
+        if len(lazies) != 1 or _enlarges(e):
             return False
         v = lazies[0]
     return False
+
+
+def _enlarges(e: Any) -> bool:
+    """Whether an equation multiplies by a number above one: then a large number may not fit the cast any more."""
+    numbers = [abs(np.asarray(x.val)).max() for x in e.invars if isinstance(x, Literal) and np.size(x.val)]
+    inverse = e.primitive.name == "div"
+    return e.primitive.name in ("mul", "div") and any(n < 1 if inverse else n > 1 for n in numbers)
 
 
 def _same(ev: Any, e: Any) -> Lazy:

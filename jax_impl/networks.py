@@ -601,9 +601,7 @@ def _centred(term: Term, dtype: Any) -> list[Term]:
     return [t for t, _ in parts]
 
 
-def _apart(
-    term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequence[Label], dtype: Any
-) -> list[Term]:
+def _apart(term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequence[Label], dtype: Any) -> list[Term]:
     """What of two factors is orthogonal to one direction along some of the labels that they meet in, and what is not.
 
     Rows of both are brought to about the same size first, so that none loses digits beside a larger one whose partner

@@ -474,6 +474,17 @@ def test_norms_are_right_where_products_cancel(name):
     np.testing.assert_allclose(parts, 1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("factor", [1e3, pytest.param(1 / 1e-3, marks=pytest.mark.slow), 0.5])
+def test_what_overflows_a_cast_to_half_precision_overflows_when_it_is_clipped(factor):
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float16) for shape in ((12, 12), (3, 12)))
+    scaled = lambda w: w / jnp.float32(1e-3) if factor == 1 / 1e-3 else w * factor
+    loss = lambda w, x: 1e3 * jnp.sum((x @ scaled(w.astype(jnp.float32)).astype(jnp.float16)).astype(jnp.float32))
+    norms = clipped_grad(loss, l2_clip_norm=1.0, return_grad_norms=True)(w, x)[1].grad_norms
+    plain = [jnp.linalg.norm(jax.grad(loss)(w, row[None]).astype(jnp.float32)) for row in x]
+    np.testing.assert_allclose(norms, jnp.stack(plain), rtol=3e-3)
+
+
 # Losses of examples {"x": [2, 20], "c": [2, 20]}, in whose products one factor is small where the other is large.
 UNEVEN = {
     "transposed_use": lambda p, b, k: k * jnp.sum((b["x"] @ (p["w"] + p["w"].T)) ** 2),

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -374,3 +375,82 @@ def test_classes_of_modules_that_python_does_not_know_are_the_users() -> None:
         x = torch.full((2,), float(i))
         torch.testing.assert_close(call(x), plain(x))
         torch.testing.assert_close(net.held, plain.held)
+
+
+def test_with_recompute_a_backward_pass_leaves_state_as_it_is() -> None:
+    w, kept = torch.ones(2, requires_grad=True), []
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v = torch.zeros(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(x * 2)
+            self.v = (x * w).detach() + self.v
+            return x * w
+
+    net = Counting()
+    call = as_torch(as_jax(net), recompute=True)
+    results = [call(torch.full((2,), float(i))) for i in range(4)]
+    assert not net.v.requires_grad
+    results[1].sum().backward()
+    torch.testing.assert_close(kept, [torch.full((2,), 2.0 * i) for i in range(4)])
+    torch.testing.assert_close((net.v, w.grad), (torch.full((2,), 6.0), torch.ones(2)))
+
+
+def test_a_derivative_that_would_change_python_objects_again_is_refused() -> None:
+    w, holder = torch.ones(2, requires_grad=True), types.SimpleNamespace(counts=[0])
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        holder.counts = [holder.counts[0] + 1]
+        return x * w * holder.counts[0]
+
+    y = as_torch(as_jax(fun), recompute=True)(torch.ones(2))
+    with pytest.raises(TypeError, match=r"test_python_state\.py:\d+: a derivative .* recompute=True"):
+        y.sum().backward()
+    assert holder.counts == [1]
+
+
+def test_a_captured_tensor_requires_grad_in_derivatives_as_outside() -> None:
+    w, x = torch.tensor([1.0, 2.0]).requires_grad_(), torch.ones(2)
+    fun = lambda x: x * w * (2 if w.requires_grad else 3) * (5 if w.is_leaf else 7)
+    torch.testing.assert_close(mt.jacobian(fun, x)[0], torch.func.jacrev(fun)(x))
+    got = mt.lift(jax.jvp)(fun, (x,), (x,))
+    torch.testing.assert_close(got, torch.func.jvp(fun, (x,), (x,)))
+
+
+def test_parameters_that_are_listed_anew_in_an_object_of_a_library() -> None:
+    layer: Any = nn.Linear(1, 1)
+    layer.both = [nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([2.0]))]
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        layer.both = [layer.both[1], layer.both[0]]
+        return x * layer.both[0]
+
+    call = as_torch(as_jax(fun))
+    assert [call(torch.ones(1)).item() for _ in range(4)] == [2.0, 1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_beside_a_log_state_changes_once_in_each_call(tail: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log, self.queue, self.seen, self.counts = [], collections.deque(), set(), [0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not tail:
+                self.log.append("call")
+            self.queue.append(1)
+            self.seen.add(len(self.seen))
+            self.counts = [self.counts[0] + 1]
+            if tail:
+                self.log.append("call")
+            return x * 2
+
+    for net in (Net(), Net()):  # a second one may not find the state of the first
+        call = as_torch(as_jax(net))
+        for i in range(1, 4):
+            call(torch.ones(1))
+            assert (len(net.queue), net.seen, net.counts) == (i, set(range(i)), [i])

@@ -220,6 +220,12 @@ def test_complex_gradients_count_in_norms_and_are_clipped(dtype):
         torch.testing.assert_close(got, sum(g * min(1, 0.5 / float(n)) for g, n in zip(each, norms, strict=True)))
 
 
+def test_a_complex_parameter_beside_one_of_half_precision_is_refused_by_name():
+    model = torch.nn.ParameterDict({"w": torch.ones(2, dtype=torch.bfloat16), "z": torch.ones(2, dtype=torch.cfloat)})
+    with pytest.raises(TypeError, match=r"'z'\] is complex64; clipping needs parameters of a real floating-point type"):
+        mt.clipped_backward(model, lambda m, x: (m["z"].abs() * m["w"] * x).sum(), max_grad_norm=1.0)(torch.ones(2, 2))
+
+
 def test_clip_norms_change_without_compiling_anew():
     calls = []
 

@@ -347,7 +347,8 @@ def clipped_backward(
     def step(params: dict[str, torch.nn.Parameter]) -> Any:
         # What half precision holds is the mean: sums of many, and noise before it is divided, may not fit it.
         narrow = any(p.dtype != _wide(p) for p in params.values())
-        return summing_in(functools.reduce(torch.promote_types, map(_wide, params.values())) if narrow else None)
+        dtype = functools.reduce(torch.promote_types, map(_wide, params.values()))
+        return summing_in(dtype if narrow and dtype.is_floating_point else None)  # a complex one is refused by name
 
     def backward(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> ClippedAux:
         params = trained()
