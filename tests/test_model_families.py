@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
+import image_families
+import model_families
 import pytest
 import torch
-from model_families import FAMILIES, make
 from torch import nn
 
 from microtome import torch_api as mt
@@ -25,9 +27,24 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # what transformers and torch say while models are built is theirs
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", model_families.FAMILIES)
 def test_a_family_computes_as_in_eager_torch(name: str) -> None:
-    model, batch, apply = make(name)
+    _check(name, *model_families.make(name))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", image_families.FAMILIES)
+def test_a_family_of_torchvision_or_timm_computes_as_in_eager_torch(name: str) -> None:
+    library = name.split()[0]
+    try:
+        importlib.import_module(library)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch, as one without CUDA
+        pytest.skip(f"{library} cannot be imported here (pip install 'microtome[models]'): {error}")
+    _check(name, *image_families.make(name))
+
+
+def _check(name: str, model: nn.Module, batch: tuple[torch.Tensor, ...], apply: Any) -> None:
 
     def loss(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
         return apply(model, *batch).log_softmax(-1)[..., 0].mean()
