@@ -91,11 +91,11 @@ def frozen_number() -> TraceError:
     )
 
 
-def refuse_backward(*args: object, **kwargs: object) -> None:
-    """What ``backward()`` is while a function is traced."""
-    raise TraceError(
-        f"{user_line()}: .backward() inside a traced function would write .grad of tensors that exist only during the "
-        "trace. Use torch.autograd.grad(..., create_graph=True) or torch.func.grad."
+def refused_backward(whose: str) -> TraceError:
+    """The error for a ``backward()`` in a traced function that would write to a tensor from outside."""
+    return TraceError(
+        f"{user_line()}: .backward() inside a traced function would write to .grad of {whose}, which a call does not "
+        "repeat. Name the tensors made inside that it is for (inputs=[...]), or use torch.autograd.grad."
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
-from .errors import TraceError, memory_refusal, user_line
+from .errors import TraceError, memory_refusal, refused_backward, user_line
 from .graph import History, Meta, Value, depend, is_dense
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
@@ -341,6 +341,13 @@ class Interception(TorchFunctionMode):
                     return func(*args, **kwargs)
             finally:
                 self.recording_backward = outer
+        if func is torch.Tensor.backward:
+            named = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
+            given = dict(zip(named, args, strict=False)) | {
+                {"gradient": "grad_tensors"}.get(k, k): v for k, v in kwargs.items()
+            }
+            with self:
+                return self.backward(**given)
         if func is torch.Tensor.register_hook:
             return func(args[0], self._noting(*args[1:], **kwargs))
         if is_packed(func, args):
@@ -348,6 +355,34 @@ class Interception(TorchFunctionMode):
         result = REPLACEMENTS.get(func, func)(*args, **kwargs)
         # What works in place hands back the very tensor, as the caller knows it.
         return given[0] if args and result is args[0] and isinstance(given[0], torch.Tensor) else result
+
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """``torch.autograd.backward`` for leaves that the function has made."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        leaves = list(_leaves(tensors) if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else inputs)
+        if not leaves:
+            raise RuntimeError(f"{user_line()}: no tensor from which backward() starts requires grad or has a grad_fn")
+        with torch._C.DisableTorchFunction():
+            for leaf in leaves:
+                if any(leaf is argument for argument in self.captured.arguments):
+                    raise refused_backward("an argument")
+                if self.captured.stand_in(leaf) is not leaf or any(leaf is t for t in self.captured.leaves.values()):
+                    raise refused_backward("a tensor that it captures")
+        found = torch.autograd.grad(tensors, leaves, grad_tensors, retain_graph, create_graph, allow_unused=True)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for leaf, gradient in zip(leaves, found, strict=True):
+                if gradient is not None and (leaf.grad is None or create_graph):
+                    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+                elif gradient is not None:
+                    leaf.grad += gradient
 
     def _refuse_grad(self, tensor: torch.Tensor, how: str) -> None:
         is_argument = any(tensor is argument for argument in self.captured.arguments)
@@ -461,6 +496,24 @@ class Interception(TorchFunctionMode):
             f"{user_line()}: {_VALUE_METHODS[func]} was asked of a tensor that depends on the arguments. A traced "
             "function runs once and must not depend on values: stay in torch ops, or compute it outside and pass it in."
         )
+
+
+def _leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward pass from the tensors goes to."""
+    found: dict[int, torch.Tensor] = {}
+    with torch._C.DisableTorchFunction():
+        stack: list[Any] = [t.grad_fn for t in tensors]
+        found.update((id(t), t) for t in tensors if t.grad_fn is None and t.requires_grad)
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        stack += [following for following, _ in node.next_functions]
+    return list(found.values())
 
 
 def _check_supported(tensor: torch.Tensor) -> None:

@@ -161,11 +161,12 @@ def _record_once(
 ) -> tuple[Graph, list[torch.Tensor]]:
     recorder = Recorder()
     captured = Captured(recorder, known, wants, copies)
+    interception = Interception(captured)
     inner = [recorder.input(meta) for meta in metas]
     with (
         _naming_refusals(recorder),
         _unchanged_generators(),
-        ti.plain_kernels(),
+        ti.plain_kernels(lambda *args, **kwargs: interception.backward(*args, **kwargs)),
         ti.without_other_tracers(),
         recorded_checkpoints(recorder),
         torch.enable_grad(),
@@ -176,7 +177,6 @@ def _record_once(
         for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
             captured.add(tensor, differentiable or tensor.requires_grad)
         captured.arguments = arguments
-        interception = Interception(captured)
         with interception, captured, ti.entering_functorch(captured.stand_in):
             outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
             with torch._C.DisableTorchFunction():  # to ask for a version is a use as well

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from .errors import refuse_backward, refuse_seed, refuse_tracer
+from .errors import refuse_seed, refuse_tracer
 
 try:
     from torch import _vmap_internals
@@ -484,8 +484,11 @@ def compiling() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def plain_kernels() -> Iterator[None]:
-    """While recording: no fused CPU kernels, whose backward ops nothing can lower, and no checks that read values."""
+def plain_kernels(backward_inside: Callable[..., None]) -> Iterator[None]:
+    """While recording: no fused CPU kernels, whose backward ops nothing can lower, and no checks that read values.
+
+    ``backward_inside`` is what ``torch.autograd.backward`` does then.
+    """
     distribution = torch.distributions.Distribution
     validate = distribution._validate_args
     has_effects = effects.has_effects
@@ -505,8 +508,7 @@ def plain_kernels() -> Iterator[None]:
     try:
         fake_log.disabled = True
         distribution._validate_args = False
-        # Tensor.backward calls it too.
-        autograd.backward = lambda *args, **kwargs: (refuse_backward if here() else backward)(*args, **kwargs)
+        autograd.backward = lambda *args, **kwargs: (backward_inside if here() else backward)(*args, **kwargs)
         random.manual_seed = lambda number: (refuse_seed if here() else seed)(number)
         seeding.manual_seed = lambda number: (refuse_seed if here() else outer_seed)(number)
         # Functionalisation would thread an effect token through the error check; it is dropped when recorded.
