@@ -104,8 +104,7 @@ def test_it_fills_what_the_function_makes(name: str) -> None:
     x = xs[0].clone().requires_grad_(name == "_perturbed")  # the others would add to its .grad, were it a leaf
     expected, got = fun(x), as_torch(as_jax(fun))(x)
     torch.testing.assert_close(got, expected)
-    assert got.requires_grad == expected.requires_grad
-    if expected.requires_grad:
+    if x.requires_grad:
         wanted = torch.autograd.grad(expected.sum(), x)
         torch.testing.assert_close(torch.autograd.grad(got.sum(), x), wanted)
     each = torch.stack([fun(row) for row in xs]).detach()
