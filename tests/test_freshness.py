@@ -54,9 +54,6 @@ REFUSABLE: set[str] = set()  # an error is as good as the right number
 SETTLING = frozenset(("defaultdict", "cached property"))  # the first call adds a key, or keeps a value
 
 # What fails today, with the reason: an entry that no longer fails is reported and has to go.
-_STATES_WRONG = {
-    "length of a list": "a list that is appended to counts as a log, which grows once per compilation",
-}
 _LIVES_LEAK = {"in_class": "caches of what is known of a class refer to it strongly"}
 
 
@@ -1717,7 +1714,7 @@ def _copied(value: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
 
 
-@pytest.mark.parametrize("name", _params(_STATES_WRONG, STATES))
+@pytest.mark.parametrize("name", _params({}, STATES))
 def test_state_that_a_function_changes_ends_as_in_torch_or_is_refused_by_name(name: str) -> None:
     xs, eager = [_x() + i for i in range(3)], []
     fun, read, _ = STATES[name]()
