@@ -203,41 +203,48 @@ class _Traced:
         form = structure.treedef, structure.moves, tuple(metas), mode
         made = self._made.get((form, walk.key))
         if made is None:
-            if len(self._made) >= _CACHE_SIZE:
-                self._made.pop(next(iter(self._made)))
-            written, generators, start = WrittenContainers(walk), Generators(walk), Watched(walk)
-            before = written_count(), read_count()
             wants = functools.partial(_is_wanted, outer)
-            trace = lambda walk: self._trace(structure, metas, walk, mode, wants)
-            walk_again = lambda: Walk(self.torch_fun, structure.fixed)
-            made = trace(walk)
-            # What is left as the function changed it (sets, classes, buffers of bytes), it has to change in each call.
-            is_repeatable = walk_again().key == walk.key
-            try:
-                check_second_call(made, trace, walk, walk_again, written.appended(), is_repeatable)
-            except TraceError:
-                start.restore()
-                raise
-            if generators.put_back():
-                raise frozen_number()
-            warn_of_dropped(made.flat.scratch, walk)
-            written.remember()
-            places = [id(place.owner) for place in walk.places]
-            if written_count() != before[0]:  # the key leaves out now what the function was seen to write to
-                left = Watched(walk)
-                start.restore()
-                key = walk_again().key
-                left.restore()
-                walk = walk_again()
-                is_repeatable = walk.key == key
-            made.find_in(walk)
-            # With names that the function put together there is another key for it.
-            if read_count() == before[1] and places == [id(place.owner) for place in walk.places]:
-                self._made[form, walk.key] = made
-            if not is_repeatable:
-                (remember_change if outer is None else outer.changing.append)(walk.identity)
-        else:
-            made.adopt(walk)
+            return self._make(
+                form, lambda walk: self._trace(structure, metas, walk, mode, wants), walk, structure, outer
+            )
+        made.adopt(walk)
+        return made
+
+    def _make(
+        self, form: Any, trace: Callable[[Walk], _Made], walk: Walk, structure: Structure, outer: Call | None
+    ) -> _Made:
+        if len(self._made) >= _CACHE_SIZE:
+            self._made.pop(next(iter(self._made)))
+        written, generators, start = WrittenContainers(walk), Generators(walk), Watched(walk)
+        before = written_count(), read_count()
+        walk_again = lambda: Walk(self.torch_fun, structure.fixed)
+        made = trace(walk)
+        try:
+            check_second_call(made, trace, walk, walk_again, written.appended(), walk_again().key == walk.key)
+        except TraceError:
+            start.restore()
+            raise
+        if generators.put_back():
+            raise frozen_number()
+        warn_of_dropped(made.flat.scratch, walk)
+        written.remember()
+        places = [id(place.owner) for place in walk.places]
+        # Of what is left as the function changed it (sets, classes, buffers of bytes) each call has to change it again.
+        now = walk_again()
+        changes = now.key != walk.key
+        if changes and (written_count(), read_count()) != before:  # the key has learned more of the function since
+            left = Watched(walk)
+            start.restore()
+            changes = now.key != walk_again().key
+            left.restore()
+        if changes:
+            (remember_change if outer is None else outer.changing.append)(walk.identity)
+        if written_count() != before[0]:  # the key leaves out now what the function was seen to write to
+            walk = now
+        made.find_in(walk)
+        # With names that the function put together there is another key for it.
+        if read_count() == before[1] and places == [id(place.owner) for place in walk.places]:
+            self._made[form, walk.key] = made
         return made
 
     def _trace(
