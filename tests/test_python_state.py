@@ -31,6 +31,11 @@ class Thing:
         self.k = k
 
 
+class Pair:
+    def __init__(self) -> None:
+        self.a, self.b = 1.0, 2.0
+
+
 class One:
     k = 2.0
 
@@ -286,7 +291,7 @@ PROGRAMS: dict[str, Callable[[], Function]] = {
     "order of a dict": _order(lambda: {"a": 1, "b": 2}),
     "order of tensors": _order(lambda: {"a": torch.ones(2), "b": torch.full((2,), 2.0)}),
     "order of modules' buffers": _order(_two_buffers, lambda m: m._buffers),
-    "order of attributes": _order(lambda: types.SimpleNamespace(a=1.0, b=2.0), vars),
+    "order of attributes": _order(Pair, vars),
     "least recently used": _least_recently_used,
     "evicted": _evicted,
     "exchanged layer": _exchanged_layer,
