@@ -113,6 +113,8 @@ class Contents:
         self.met |= asked_by_function(x)
         if x is getattr or x is hasattr:
             self.met |= EVERY_METHOD  # called with names that cannot be seen
+        if x is vars or x is dir:
+            self.met |= {x.__name__}
         if owner is None or isinstance(owner, (types.ModuleType, type)):
             self.parts.append(Same(x))
         else:
