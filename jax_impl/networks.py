@@ -620,21 +620,29 @@ def _apart(term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequ
     power = lambda exponent: jnp.ldexp(jnp.ones((), jnp.finfo(dtype).dtype), exponent)
     direction = power(one + two - ends)
     length = jnp.sum(jnp.square(direction), axes, keepdims=True)
+    apart = [x for x in met if x not in shared]
     for i, stretch in zip(pair, (power(two - one), power(one - two)), strict=True):
         f = rest[i]
-        at, along = tuple(f.labels.index(x) for x in shared), _along(direction, f, met)
-        array = f.array * _along(stretch, f, met)
-        total = jnp.sum(array * along, at, dtype=dtype, keepdims=True)
-        mean = total / _along(length, f, met)
-        rest[i] = dataclasses.replace(f, array=array - mean * along)
-        labels = tuple(x for x in f.labels if x not in shared)
-        means[i] = Factor(jnp.squeeze(mean if i == pair[0] else total, at), labels, f.batched)
+        # As a product, for which XLA writes out no array of this size.
+        weights = Factor((direction * stretch).astype(dtype), tuple(met), f.batched)
+        left = tuple(x for x in f.labels if x not in shared)
+        total = Factor(_einsum([weights, f], left, term.sizes, dtype, jax.lax.Precision.HIGHEST), left, f.batched)
+        mean = dataclasses.replace(total, array=total.array / _along(jnp.squeeze(length, axes), total, apart))
+        means[i] = mean if i == pair[0] else total
+        common = jnp.expand_dims(mean.array, [f.labels.index(x) for x in shared])
+        array = f.array * _along(stretch, f, met) - common * _along(direction, f, met)
+        rest[i] = dataclasses.replace(f, array=array)
     return [term.replace(factors=tuple(factors), centred=True) for factors in (rest, means)]
 
 
 def _exponents(f: Factor, met: Sequence[Label], axes: tuple[int, ...], dtype: Any) -> Any:
     """The size of each row of a factor as a power of four of the largest one's, ``[met]``."""
-    sizes = jnp.max(jnp.abs(f.array.astype(dtype)), tuple(i for i, x in enumerate(f.labels) if x not in met))
+    array, own = f.array.astype(dtype), tuple(i for i, x in enumerate(f.labels) if x not in met)
+    if jnp.iscomplexobj(array):
+        sizes = jnp.max(jnp.abs(array), own)
+    else:  # XLA would write out the array of absolute values
+        sizes = jnp.maximum(jnp.max(array, own), -jnp.min(array, own))
+    sizes = jax.lax.optimization_barrier(sizes)  # else it would take the largest of all from the array again
     kept = [x for x in f.labels if x in met]
     sizes = jax.lax.stop_gradient(sizes.transpose([kept.index(x) for x in met]))
     largest = jnp.max(sizes, axes, keepdims=True)
