@@ -83,6 +83,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/slices.py
 	$(BIN)/python benchmarks/clipping.py
+	$(BIN)/python benchmarks/operators.py
 
 docs: $(STAMPS)/docs
 	$(LINK_PACKAGES)
