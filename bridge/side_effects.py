@@ -192,9 +192,9 @@ class Watched:
     def _orders(self) -> Iterator[tuple[int, Any, Any]]:
         """The dicts whose entries stand in another order than those that stay and then those that came."""
         for number, (place, before) in enumerate(zip(self.places, self._before, strict=True)):
-            after = tuple(place.owner) if place.has_order else ()
-            if after != (*(k for k in before if k in after), *(k for k in after if k not in before)):
-                yield number, tuple(before), after
+            after = place.owner if place.has_order else {}
+            if after and [*after] != [*(k for k in before if k in after), *(k for k in after if k not in before)]:
+                yield number, tuple(before), tuple(after)
 
     def _changes(self) -> Iterator[tuple[int, Any, Any, Any]]:
         for number, (place, before) in enumerate(zip(self.places, self._before, strict=True)):
