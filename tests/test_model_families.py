@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import image_families
@@ -14,9 +16,18 @@ from torch import nn
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
+from microtome.bridge import autograd as autograd_internals
 
 REFUSED = {"Longformer": "a Python number or bool was asked"}  # whether a token attends to all others
 CLOSE = {"rtol": 2e-3, "atol": 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_forgotten() -> Iterator[None]:
+    """Each program of a model takes hundreds of mappings, of which Linux gives a process 65,530: XLA crashes then."""
+    yield
+    autograd_internals._PROGRAMS.clear()
+    gc.collect()
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
