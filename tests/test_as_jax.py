@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "tolist": (lambda x: x * x.tolist()[0], "torch.where"),
     "mask": (lambda x: x[x > 1].sum(), "shape"),
     "nonzero": (lambda x: x.nonzero(), "shape"),
-    "backward": (lambda x: (x * 2).sum().backward(), "autograd.grad"),
+    "backward": (lambda x: (x * WEIGHT).sum().backward(), "autograd.grad"),
     "autograd.backward": (lambda x: torch.autograd.backward((x * WEIGHT).sum()), "autograd.grad"),
     "generator": (lambda x: x + torch.rand(2, generator=torch.Generator()), "generator"),
     "in-place write": (lambda x: x.add_(1), "in place"),

@@ -152,7 +152,7 @@ def test_memory_of_per_example_gradients():
     w, x = data(WIDTH, WIDTH), data(64, WIDTH)
     scale = lambda g: g / jnp.maximum(norm(g), 1.0)
     peak = {n: temporary_bytes(micro_grad(deep, microbatch_size=n, transform_fn=scale), w, x) for n in (4, 16, 64)}
-    assert peak[4] < peak[16] / 2 < peak[64] / 4
+    assert peak[4] < 0.7 * peak[16] < 0.3 * peak[64]
     assert peak[4] == pytest.approx(
         temporary_bytes(micro_grad(deep, microbatch_size=4, transform_fn=scale), w, x[:16]), rel=0.1
     )
