@@ -21,7 +21,7 @@ import torch
 from . import locks
 from .errors import TraceError
 from .flags import asked_by_function
-from .graph import is_dense, unusual_stride
+from .graph import has_own_data, unusual_stride
 from .keys import Same, of_bytes, of_elements, of_plain
 from .names import EVERY_METHOD, HISTORY, slots_of, strings_in
 from .places import WRITTEN, Path, Place, Slot, path_name
@@ -90,7 +90,9 @@ class Contents:
                 f"{path_name(path)} is a parameter of a lazy module, which has no shape before the module has run: "
                 "call the module once on an example first, as for its optimizer."
             )
-        if not is_dense(x):  # a skeleton's, or one that stands beside what is read: refused where the function reads it
+        if not has_own_data(
+            x
+        ):  # a skeleton's, or one that stands beside what is read: refused where the function reads it
             self.parts.append((type(x), x.dtype, x.layout, x.device))
             return
         self.tensors.append(x)

@@ -79,7 +79,7 @@ class History(NamedTuple):
         return cls(tensor.requires_grad, tensor.is_leaf, tensor.is_leaf and tensor.grad is not None)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def has_own_data(tensor: torch.Tensor) -> bool:
     """Whether the tensor has data of its own, in order."""
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
 

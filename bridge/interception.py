@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import torch_internals as ti
 from .errors import TraceError, memory_refusal, refused_backward, user_line
-from .graph import History, Meta, Value, depend, is_dense
+from .graph import History, Meta, Value, depend, has_own_data
 from .lowerings.functions import REPLACEMENTS
 from .lowerings.packing import PACKED, is_packed
 from .names import HISTORY, remember_read
@@ -517,7 +517,7 @@ def _leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _check_supported(tensor: torch.Tensor) -> None:
-    if not is_dense(tensor):
+    if not has_own_data(tensor):
         try:
             check_kind(tensor)
         except (TypeError, ValueError) as error:
