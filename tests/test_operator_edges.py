@@ -325,3 +325,30 @@ def test_sparse_tensors_are_refused() -> None:
 def test_no_factorisation_without_pivots() -> None:
     with pytest.raises(RuntimeError, match=r"test_operator_edges.py:\d+: LU without pivoting"):
         as_torch(as_jax(lambda a: torch.linalg.lu_factor(a, pivot=False)))(E)
+
+
+SPECIAL = (0.0, -0.0, 1.0, -2.0, 1e15, inf, -inf, nan)
+NUMBERS = torch.complex(*(t(list(p)) for p in zip(*itertools.product(SPECIAL, SPECIAL), strict=True)))
+PAIRS = (NUMBERS[:, None].expand(64, 64).reshape(-1), NUMBERS.repeat(64))
+OF_COMPLEX: dict[str, Fun] = {
+    "quotient": lambda x, y: x / y,
+    "of a real number": lambda x, y: x.real / y,
+    "by a real number": lambda x, y: x / y.real,
+    "of a number": lambda x, _: 2 / x,
+    "atan": lambda x, _: torch.atan(torch.where(x.isinf(), 0, x)),
+    **{f"power {p}": lambda x, _, p=p: x**p for p in (-2, -1, -0.5, 0.5)},
+    **{
+        name: lambda x, _, name=name: getattr(torch, name)(x)
+        for name in ("reciprocal", "rsqrt", "sqrt", "abs", "asinh", "acosh", "asin", "acos")
+    },
+}
+
+
+def test_complex_numbers_that_are_not_finite_give_what_torch_gives() -> None:
+    ours = as_torch(as_jax(lambda x, y: {name: op(x, y) for name, op in OF_COMPLEX.items()}))(*PAIRS)
+    for name, op in OF_COMPLEX.items():
+        right, result = op(*PAIRS), ours[name]
+        assert torch.equal(result.isnan(), right.isnan()), name
+        is_number = ~right.isnan()
+        assert torch.equal(result.isinf()[is_number], right.isinf()[is_number]), name
+        torch.testing.assert_close(result[right.isfinite()], right[right.isfinite()], msg=name)

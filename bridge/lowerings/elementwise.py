@@ -13,6 +13,7 @@ from jax import Array
 
 from ..values import jax_dtype
 from ._registry import lowering
+from .complex import COMPLEX_POWERS, quotient
 
 aten = torch.ops.aten
 
@@ -127,6 +128,8 @@ def div(x: Any, y: Any, *, results: Any) -> Array:
     The reciprocal of a number near the ends of the range is none: the number is scaled by a power of two.
     """
     dtype = jax_dtype(results[0].dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return quotient(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
     if not jnp.issubdtype(dtype, jnp.floating):
         return _torchax(aten.div.Tensor, x, y)
     dtype = jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
@@ -159,15 +162,6 @@ def sign(x: Array) -> Array:
     return jnp.sign(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else jnp.where(x != x, 0, jnp.sign(x))
 
 
-@lowering("aten.angle")
-def angle(x: Array) -> Array:
-    """torchax gives pi for -0."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.angle(x)
-    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
-    return jnp.where(x < 0, jnp.pi, jnp.where(x != x, x, 0)).astype(dtype)
-
-
 @lowering("aten.softshrink_backward")
 def softshrink_backward(g: Array, x: Array, limit: Any) -> Array:
     """torchax gives zero at NaN."""
@@ -177,6 +171,8 @@ def softshrink_backward(g: Array, x: Array, limit: Any) -> Array:
 @lowering("aten.pow.Tensor_Scalar", results=True)
 def power_by_scalar(x: Array, exponent: Any, *, results: Any) -> Array:
     dtype = _integers(results)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and exponent in COMPLEX_POWERS:
+        return COMPLEX_POWERS[exponent](x)
     if abs(exponent) == 0.5 and x.dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
         # Torch takes the root: NaN at -inf, and -inf at -0.
         return jnp.sqrt(x) if exponent > 0 else jax.lax.rsqrt(x)
