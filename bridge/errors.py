@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import sys
 import traceback
@@ -18,12 +20,10 @@ class TraceError(TypeError):
 
 def user_line(error: BaseException | None = None) -> str:
     """``file.py:12`` of the innermost frame that belongs to no library (of a library's, where there is no other)."""
-    if error is None:
-        frames = _frames(sys._getframe(1))
-    else:
-        frames = reversed([(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)])
+    within = [] if error is None else list(traceback.walk_tb(error.__traceback__))
+    frames = ((frame.f_code.co_filename, line) for frame, line in reversed(within))
     library = "?"
-    for name, line in frames:
+    for name, line in itertools.chain(frames, _frames(sys._getframe(1))):
         if not name.startswith((*OWN, "<frozen")):
             if not name.startswith(LIBRARIES):
                 return f"{name}:{line}"
@@ -31,7 +31,7 @@ def user_line(error: BaseException | None = None) -> str:
     return library
 
 
-_LOCATED = re.compile(r"\S:\d+: ")
+_LOCATED = re.compile(r"\S:\d+(: |$)", re.MULTILINE)
 
 
 def located(error: Exception) -> Exception:
@@ -41,6 +41,17 @@ def located(error: Exception) -> Exception:
     if not own or type(error) not in (TypeError, ValueError, TraceError) or _LOCATED.search(str(error)):
         return error
     return type(error)(f"{user_line()}: {error}").with_traceback(error.__traceback__)
+
+
+@contextlib.contextmanager
+def noting_line() -> Iterator[None]:
+    """Add the user's line as a note to an error of torch's own, whose text stays as it is."""
+    try:
+        yield
+    except Exception as error:
+        if not _LOCATED.search("\n".join((str(error), *getattr(error, "__notes__", ())))):
+            error.add_note(f"while microtome traced {user_line(error)}")
+        raise
 
 
 def calling_object(method: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import torch_internals as ti
 from .checks import Condition
 from .conditions import Check, asserted, factorised, reports_failure, required
-from .errors import TraceError, calling_object, user_line
+from .errors import TraceError, calling_object, noting_line, user_line
 from .graph import Const, Meta, Node, Ref, Value
 from .lowerings import has_lowering
 from .lowerings.half import HALF, IN_FLOAT32
@@ -58,6 +58,7 @@ class Recorder(ti.TorchDispatchMode):
         self.in_backward: set[int] = set()  # nodes of a user's own backward passes, where autograd records them
         self.cuts: list[Cut] = []
         self.hooked: list[str] = []  # lines of hooks that changed a gradient
+        self.lines: dict[int, str] = {}  # by the number that autograd gives to an op
         self.pushes_forward = False  # whether torch's forward mode computes the tangents
         self.draws: dict[str, int] = {}
         self.refusal: TraceError | None = None  # Tensor's operators, C++ and the function itself may catch it
@@ -90,6 +91,15 @@ class Recorder(ti.TorchDispatchMode):
         """The user's line that made a node."""
         made = None if node is None else self.nodes[node]
         return user_line() if made is None else made.line
+
+    def _line(self) -> str:
+        """The user's line for an op: in a backward pass that torch wrote, the line of what is differentiated."""
+        node = ti.backward_node()
+        if node is None:
+            line = user_line()
+            self.lines[ti.sequence_number()] = line
+            return line
+        return self.lines.get(node._sequence_nr()) or user_line()
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         return id(tensor) not in self.where and not isinstance(tensor, ti.FakeTensor)
@@ -263,7 +273,7 @@ class Recorder(ti.TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], random: bool) -> Any:
         try:
-            with self.fake:
+            with self.fake, noting_line():
                 out = func(*args, **kwargs)
         except (ti.DynamicOutputShapeException, ti.DataDependentOutputException):
             raise TraceError(
@@ -278,7 +288,6 @@ class Recorder(ti.TorchDispatchMode):
                 ) from error
             if func is aten.view.default and isinstance(error, ValueError):
                 raise RuntimeError(f"{user_line()}: view: {error} Use .reshape(...), as torch says too.") from error
-            error.add_note(f"while microtome traced {user_line()}")
             raise
         outs = ti.torch_pytree.tree_leaves(out)
         if func.overloadpacket in _FACTORING:
@@ -289,7 +298,7 @@ class Recorder(ti.TorchDispatchMode):
         index, single = len(self.nodes), isinstance(out, torch.Tensor)
         results = tuple(Meta.of(o) if isinstance(o, torch.Tensor) else None for o in outs)
         draw = self.draw_number() if random else None
-        self.nodes.append(Node(func, values, Spec(spec), results, single, draw, user_line()))
+        self.nodes.append(Node(func, values, Spec(spec), results, single, draw, self._line()))
         if single:
             return self._own(out, tensors, Ref(index))
         owned = [self._own(o, tensors, Ref(index, j)) if isinstance(o, torch.Tensor) else o for j, o in enumerate(outs)]

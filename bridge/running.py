@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .bindings import UNKNOWN, Bound, Effect, Made, Results, View, unwrapped, whole
 from .captures import Walk
-from .errors import TraceError, WrittenLeaf, is_raised_by_jax, user_line
+from .errors import TraceError, WrittenLeaf, is_raised_by_jax, noting_line, user_line
 from .escapes import opening, traced_tensor_in
 from .flags import answering
 from .graph import History
@@ -155,6 +155,7 @@ class FlatFunction:
                     tensor.requires_grad_()
         try:
             with contextlib.ExitStack() as scope:
+                scope.enter_context(noting_line())
                 if self._is_interpreted:
                     scope.enter_context(watching(self.walk.may_read_clocks))
                 else:

@@ -83,6 +83,7 @@ __all__ = [
     "absent_ops",
     "active_substitutions",
     "are_functorch_transforms_active",
+    "backward_node",
     "blank",
     "compiling",
     "core_decompositions",
@@ -105,6 +106,7 @@ __all__ = [
     "parametrizations_are_cached",
     "plain_kernels",
     "proxies_are_active",
+    "sequence_number",
     "share_memory",
     "storage_key",
     "substituted",
@@ -416,6 +418,17 @@ def share_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_node() -> Any:
+    """What autograd's engine runs in this thread, if torch wrote it."""
+    node = torch._C._current_autograd_node()
+    return None if hasattr(node, "_forward_cls") else node
+
+
+def sequence_number() -> int:
+    """That of the autograd node that was made last."""
+    return torch.autograd._get_sequence_nr() - 1
 
 
 def forward_mode_is_active() -> bool:

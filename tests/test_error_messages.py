@@ -140,11 +140,79 @@ def a_seed_inside() -> Any:
     return mt.micro_grad(loss)(W, X)
 
 
+@mistake
+def an_embedding_that_the_table_has_not() -> Any:
+    def loss(p: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return F.embedding(i, p).sum()  # mark
+
+    return mt.clipped_grad(loss, l2_clip_norm=1.0)(torch.ones(3, 2), torch.tensor([[7]]))
+
+
+def _call(fun: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
+    return mt.as_torch(mt.as_jax(fun))(x)
+
+
+@mistake
+def the_inverse_of_a_singular_matrix() -> Any:
+    return _call(lambda a: torch.linalg.inv(a), torch.zeros(2, 2))  # mark
+
+
+@mistake
+def a_singular_system() -> Any:
+    return _call(lambda a: torch.linalg.solve(a, torch.ones(2)), torch.zeros(2, 2))  # mark
+
+
+@mistake
+def a_cholesky_factor_of_an_indefinite_matrix() -> Any:
+    return _call(lambda a: torch.linalg.cholesky(a), -torch.eye(2))  # mark
+
+
+@mistake
+def an_lu_decomposition_without_pivots() -> Any:
+    return _call(lambda a: torch.linalg.lu_factor(a, pivot=False), torch.eye(2))  # mark
+
+
+@mistake
+def a_view_of_a_transposed_argument() -> Any:
+    return _call(lambda x: x.view(-1), torch.arange(6.0).reshape(3, 2).t())  # mark
+
+
+@mistake
+def a_write_to_a_view_that_overlaps() -> Any:
+    return _call(lambda x: x.unfold(0, 2, 1).add_(1), torch.ones(3))  # mark
+
+
+@mistake
+def a_negative_variance() -> Any:
+    return _call(lambda v: F.gaussian_nll_loss(torch.ones(2), torch.zeros(2), v), -torch.ones(2))  # mark
+
+
+@mistake
+def an_unknown_reduction() -> Any:
+    return _call(lambda x: F.mse_loss(x, torch.ones(2), reduction="total"), torch.ones(2))  # mark
+
+
+@mistake
+def shapes_that_do_not_match() -> Any:
+    return _call(lambda x: x @ torch.ones(4, 2), torch.ones(2, 3))  # mark
+
+
+@mistake
+def a_dtype_that_torch_does_not_take() -> Any:
+    return _call(lambda x: torch.linalg.inv(x), torch.ones(2, 2, dtype=torch.long))  # mark
+
+
+@mistake
+def an_axis_that_is_not_there() -> Any:
+    return _call(lambda x: x.sum(3), torch.ones(2, 3))  # mark
+
+
 def _message(fun: Callable[[], Any]) -> tuple[str, str]:
-    """The message without places, and the source of the line that it names."""
-    with pytest.raises((TypeError, ValueError, IndexError)) as caught:
+    """The message with its notes, without places, and the source of the line that it names."""
+    with pytest.raises((TypeError, ValueError, IndexError, RuntimeError)) as caught:
         fun()
-    text = f"{type(caught.value).__name__}: {caught.value}"
+    notes = [note for note in getattr(caught.value, "__notes__", ()) if note.startswith("while microtome")]
+    text = "\n".join((f"{type(caught.value).__name__}: {caught.value}", *notes))
     place = re.search(re.escape(__file__) + r":(\d+)", text)
     line = pathlib.Path(__file__).read_text().splitlines()[int(place[1]) - 1] if place else ""
     return re.sub(re.escape(__file__) + r":\d+", "<user>", text), line
