@@ -163,6 +163,8 @@ class Recorder(ti.TorchDispatchMode):
             args = self._promoted(func, args, kwargs)
         if func.overloadpacket in IN_FLOAT32 and any(t.dtype in HALF for t in tensors):
             return self._in_float32(func, args, kwargs)
+        if func is aten.native_group_norm.default and not args[0].numel():
+            return self._of_nothing(func, args, kwargs)
         try:
             decomposed = self._decompose(func, args, kwargs, random)
             return self._record(func, args, kwargs, tensors, random) if decomposed is NotImplemented else decomposed
@@ -263,13 +265,13 @@ class Recorder(ti.TorchDispatchMode):
         return NotImplemented
 
     def _of_nothing(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The results of an op on empty tensors, where torch's decomposition divides by their size: empty, or zero."""
+        """The results of an op on empty tensors, which decompositions divide by their size or count wrongly."""
         device = next(t.device for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         with ti.no_dispatch():
             given = ti.map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs))
             results = func(*given[0], **given[1])
         with self:
-            return ti.map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device), results)
+            return ti.map_tensors(lambda t: t.to(device), results)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], random: bool) -> Any:
         try:

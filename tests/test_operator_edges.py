@@ -64,6 +64,19 @@ QUICK: Table = {
         f"{op.__name__} of nothing": (lambda x, op=op: op(x, x.detach() * 2), (torch.empty(0, 3),))
         for op in (F.mse_loss, F.huber_loss, F.smooth_l1_loss, F.l1_loss)
     },
+    **{
+        f"{op.__name__} of {shape}": (op, tuple(torch.ones(s) for s in (shape, kernel)))
+        for op, shape, kernel in (
+            (F.conv1d, (0, 3, 5), (2, 3, 2)),
+            (F.conv1d, (2, 0, 5), (2, 0, 2)),
+            (F.conv2d, (2, 0, 5, 5), (2, 0, 2, 2)),
+            (F.conv_transpose2d, (0, 3, 5, 5), (3, 2, 2, 2)),
+        )
+    },
+    **{
+        f"group_norm of {shape}": (lambda x: F.group_norm(x, 2), (torch.ones(shape),))
+        for shape in ((0, 4, 3), (2, 4, 0))
+    },
     **{  # XLA would take the product of a mask for a selection
         f"{op.__name__} of a mask and {y}": (lambda m, op=op, y=y: op(m, y), (t([True, False]),))
         for op, y in itertools.product((torch.mul, torch.div), (inf, nan, 0, 0.0))

@@ -13,7 +13,7 @@ from ...jax_impl.binding import channels_last
 from ._registry import lowering
 
 
-@lowering("aten.convolution", "aten._convolution")
+@lowering("aten.convolution", "aten._convolution", results=True)
 def convolution(
     x: Array,
     weight: Array,
@@ -25,6 +25,7 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
     *flags: bool,
+    results: Any = (),
 ) -> Array:
     """torchax's gives wrong numbers for grouped transposed convolutions."""
     spatial = weight.ndim - 2
@@ -39,6 +40,8 @@ def convolution(
         pads = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
         stride, dilated = dilated, stride
     options: dict[str, Any] = {"lhs_dilation": dilated, "rhs_dilation": dilation, "feature_group_count": groups}
+    if results and 0 in results[0].shape:  # torch has no channels there where none come in
+        return jnp.zeros(results[0].shape, x.dtype)
     out = channels_last(lambda x, w: jax.lax.conv_general_dilated(x, w, stride, pads, **options))(x, weight)
     return out if bias is None else out + bias.reshape(-1, *[1] * spatial)
 
@@ -67,6 +70,8 @@ def convolution_backward(
     def apply(x: Array, weight: Array) -> Array:
         return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
 
+    if not g.size:
+        return jnp.zeros_like(x), jnp.zeros_like(weight), jnp.zeros(bias_sizes, g.dtype) if bias_sizes else None
     gx, gw = channels_last(lambda x, weight, g: jax.vjp(apply, x, weight)[1](g))(x, weight, g)
     bias = g.sum(axis=(0, *range(2, g.ndim))) if mask[2] else None
     return gx if mask[0] else None, gw if mask[1] else None, bias
