@@ -150,8 +150,7 @@ def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: in
     flags = summed_outputs((*joined, AccumulationType.SUM), main)
     by_factors = Factored(main.closed, batch.axes, flags, in_loop=False)
     paths = by_factors.program.paths[-len(grads) :] if grads else []
-    # Arrays that are made for one example after another are kept for one.
-    held = [1 if path.path == "materialised" and by_factors.split else rows for path in paths]
+    held = [1 if alone else rows for alone in by_factors.is_kept_for_one()[-len(grads) :]]
     return Explanation(
         {name: path for (name, _), path in zip(grads, paths, strict=True)},
         {name: int(g.size) * g.dtype.itemsize * rows for name, g in grads},

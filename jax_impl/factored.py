@@ -626,6 +626,12 @@ class Factored:
             axes[place] = 0
         return axes
 
+    def is_kept_for_one(self) -> list[bool]:
+        """Which outputs are made and summed for one example after another, and so kept for one alone."""
+        places = self.split.places if self.split else []
+        alone = [i in places for i in range(len(self.program.closed.jaxpr.outvars))]
+        return [all(group) for group in self.program.groups(alone)]
+
     def __call__(self, consts: Sequence[Any], *leaves: Any) -> list[Any]:
         """The outputs for a microbatch, the examples on axis 0."""
         out_axes, rows = self.out_axes, leaves[0].shape[self.axes[0]]

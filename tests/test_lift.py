@@ -361,6 +361,10 @@ DATA: dict[str, Pair] = {
         lambda: lift(jax.vjp)(_vector, W, X)[1](torch.ones(3)),
         lambda: func.vjp(_vector, W, X)[1](torch.ones(3)),
     ),
+    "vjp's pull, in a dict": (
+        lambda: lift(lambda f, w, x: {"all": (jax.vjp(f, w, x),)})(_vector, W, X)["all"][0][1](torch.ones(3)),
+        lambda: func.vjp(_vector, W, X)[1](torch.ones(3)),
+    ),
     "vjp's pull, with whole numbers": (
         lambda: lift(jax.vjp)(lambda x, i: x[i].sum(), X, torch.tensor([1, 1]))[1](torch.tensor(2.0)),
         lambda: (torch.zeros_like(X).index_fill(0, torch.tensor([1]), 4.0), None),
