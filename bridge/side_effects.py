@@ -270,7 +270,8 @@ def _check_holds_no_trace(value: Any, name: str) -> None:
     if traced_tensor_in(value, depth=3) is not None:
         raise TraceError(
             f"{user_line()}: the traced function assigns an object that holds tensors of the trace, without values, to "
-            f"{name}. Assign the tensor itself, or a tuple, list, dict or dataclass of tensors."
+            f"{name}. Assign the tensor itself, or a tuple, list, dict or dataclass of tensors; what a library keeps "
+            "there, such as a metric that is logged, return from the function and log outside of it."
         )
 
 

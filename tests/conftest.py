@@ -1,8 +1,11 @@
 """What all tests share: the marker `gpu` skips where torch and JAX do not both reach a CUDA device."""
 
 import gc
+from typing import Any
 
 import pytest
+
+FIRST_CALLS = "CPU seconds of the first calls"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what the imports have made stays: without it, each collection takes a third of a second
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests have measured on the way, which none of them judges."""
+    passed = terminalreporter.getreports("passed")
+    rows = [(r.nodeid.split("::")[-1], dict(r.user_properties).get(FIRST_CALLS)) for r in passed if r.when == "call"]
+    if measured := sorted((name, values) for name, values in rows if values):
+        terminalreporter.section(FIRST_CALLS)
+        for name, values in measured:
+            terminalreporter.write_line(f"{name}: {', '.join(map(str, values))}")
 
 
 def pytest_unconfigure() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import importlib
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import image_families
 import model_families
 import pytest
 import torch
+from conftest import FIRST_CALLS
 from torch import nn
 
 from microtome import torch_api as mt
@@ -39,23 +41,33 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # what transformers and torch say while models are built is theirs
 @pytest.mark.parametrize("name", model_families.FAMILIES)
-def test_a_family_computes_as_in_eager_torch(name: str) -> None:
-    _check(name, *model_families.make(name))
+def test_a_family_computes_as_in_eager_torch(name: str, record_property: Callable[[str, object], None]) -> None:
+    record_property(FIRST_CALLS, _check(name, *model_families.make(name)))
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", image_families.FAMILIES)
-def test_a_family_of_torchvision_or_timm_computes_as_in_eager_torch(name: str) -> None:
+def test_a_family_of_torchvision_or_timm_computes_as_in_eager_torch(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
     library = name.split()[0]
     try:
         importlib.import_module(library)
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch, as one without CUDA
         pytest.skip(f"{library} cannot be imported here (pip install 'microtome[models]'): {error}")
-    _check(name, *image_families.make(name))
+    record_property(FIRST_CALLS, _check(name, *image_families.make(name)))
 
 
-def _check(name: str, model: nn.Module, batch: tuple[torch.Tensor, ...], apply: Any) -> None:
+def _check(name: str, model: nn.Module, batch: tuple[torch.Tensor, ...], apply: Any) -> list[float]:
+    """CPU seconds of the first calls: forward, with gradient, clipped."""
+    seconds: list[float] = []
+
+    def first(call: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        result = call()
+        seconds.append(round(time.process_time() - start, 1))
+        return result
 
     def loss(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
         return apply(model, *batch).log_softmax(-1)[..., 0].mean()
@@ -63,14 +75,15 @@ def _check(name: str, model: nn.Module, batch: tuple[torch.Tensor, ...], apply: 
     if name in REFUSED:
         with pytest.raises(TypeError, match=REFUSED[name]):
             as_torch(as_jax(lambda *b: apply(model, *b)))(*batch)
-        return
+        return seconds
 
     with torch.no_grad():
-        torch.testing.assert_close(as_torch(as_jax(lambda *b: apply(model, *b)))(*batch), apply(model, *batch), **CLOSE)
+        result = first(lambda: as_torch(as_jax(lambda *b: apply(model, *b)))(*batch))
+        torch.testing.assert_close(result, apply(model, *batch), **CLOSE)
 
     loss(model, *batch).backward()
     expected: Any = _gradients(model)
-    as_torch(as_jax(lambda *b: loss(model, *b)))(*batch).backward()
+    first(lambda: as_torch(as_jax(lambda *b: loss(model, *b)))(*batch).backward())
     torch.testing.assert_close(_gradients(model), expected, **CLOSE)
 
     examples = []
@@ -79,8 +92,9 @@ def _check(name: str, model: nn.Module, batch: tuple[torch.Tensor, ...], apply: 
         examples.append(_gradients(model))
     norms = [math.sqrt(sum(float(g.double().square().sum()) for g in grads.values())) for grads in examples]
     bound = 0.7 * sorted(norms)[1]
-    aux = mt.clipped_backward(model, loss, max_grad_norm=bound)(*batch)
+    aux = first(lambda: mt.clipped_backward(model, loss, max_grad_norm=bound)(*batch))
     torch.testing.assert_close(aux.grad_norms, torch.tensor(norms), **CLOSE)
     scales = [min(1, bound / norm) / 3 for norm in norms]
     expected = {n: sum(s * grads[n] for s, grads in zip(scales, examples, strict=True)) for n in examples[0]}
     torch.testing.assert_close(_gradients(model), expected, **CLOSE)
+    return seconds
