@@ -18,7 +18,7 @@ from . import bindings
 from .captures import SOURCE, Walk, surroundings
 from .context import Call, Left, current_call
 from .differentiation import Source, TorchFunction
-from .dropping import warn_of_dropped
+from .dropping import warn_of_dropped, warn_of_moving
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_traced_tensor
@@ -220,13 +220,14 @@ class _Traced:
         walk_again = lambda: Walk(self.torch_fun, structure.fixed)
         made = trace(walk)
         try:
-            check_second_call(made, trace, walk, walk_again, written.appended(), walk_again().key == walk.key)
+            moving = check_second_call(made, trace, walk, walk_again, written.appended(), walk_again().key == walk.key)
         except TraceError:
             start.restore()
             raise
         if generators.put_back():
             raise frozen_number()
         warn_of_dropped(made.flat.scratch, walk)
+        warn_of_moving(moving, walk)
         written.remember()
         places = [id(place.owner) for place in walk.places]
         # Of what is left as the function changed it (sets, classes, buffers of bytes) each call has to change it again.
