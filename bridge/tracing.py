@@ -335,11 +335,11 @@ def _leave(made: _Made, arrays: Sequence[Any], outputs: Sequence[Any], walk: Wal
         bindings.leave(effects, walk.places, bindings.from_basic(basic))
         return
 
-    def within(source: bindings.Source) -> torch.Tensor:
-        if isinstance(source, bindings.View):
-            return outer.stand_in(source.of_array(outer.tensors[id(basic(source.base))]))
-        return source.tensor if isinstance(source, bindings.Constant) else basic(source)
-
+    within = bindings.each_once(
+        lambda view: outer.stand_in(view.of_array(outer.tensors[id(basic(view.base))])),
+        lambda constant: constant.tensor,
+        basic,
+    )
     outer.strided = outer.strided or made.flat.strided
     places = walk.places
     outer.left += [Left(places, effect, basic) for effect in effects]
