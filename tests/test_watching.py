@@ -1119,7 +1119,7 @@ def test_what_a_library_reads_of_a_namespace_is_never_stale(name: str) -> None:
 
 
 def test_of_a_namespace_whose_fields_are_named_no_others_count() -> None:
-    state, traced = types.SimpleNamespace(scale=2.0, steps=0, last=None), []
+    state, traced = types.SimpleNamespace(scale=2.0, calls=1, steps=0, last=None), []
 
     def fun(x: torch.Tensor) -> torch.Tensor:
         traced.append(1)
