@@ -32,7 +32,7 @@ from torch.nn.modules import module as _module
 from .contents import EXACTLY_PLAIN, PLAIN, Contents, is_iterator, kind_of
 from .errors import TraceError
 from .flags import FLAGS, asked_by_function
-from .keys import Key, Same, memory_of, times_cleared
+from .keys import Key, Same, has_been_filled, memory_of, times_cleared
 from .names import (
     EVERY_METHOD,
     HISTORY,
@@ -215,6 +215,8 @@ class Walk(Contents):
             self.parts.append((type(x), times_cleared(x)))
             if hasattr(x, "cache_clear"):
                 self.caches.append(x)
+                if has_been_filled(x):
+                    self.parts.append(Same(x))
             self.visit(x.__wrapped__, path)
         elif isinstance(x, contextvars.ContextVar):
             self.found_places.append(Place(x, path_name(path)))

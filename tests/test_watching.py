@@ -1133,3 +1133,20 @@ def test_of_a_namespace_whose_fields_are_named_no_others_count() -> None:
         state.last = [torch.ones(2)]
         counts.append(len(traced))
     assert counts[2] == counts[0]
+
+
+def test_what_a_cache_holds_is_its_own() -> None:
+    def make(is_filled: bool) -> tuple[Fun, dict[str, float]]:
+        table = {"a": 2.0}
+        read = functools.cache(lambda key: table["a"])
+        if is_filled:
+            read(1)
+        return lambda x: x * read(1) * read(2) / read(2), table
+
+    x = torch.ones(2)
+    for is_filled in (True, False):  # the code of both is the same
+        fun, table = make(is_filled)
+        table["a"] = 5.0
+        call = _through(fun)
+        for _ in range(2):  # a trace that adds to a cache empties it
+            assert torch.equal(call(x), x * (2 if is_filled else 5))
