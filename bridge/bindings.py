@@ -52,6 +52,7 @@ class View:
     is_detached: bool
     is_conj: bool
     is_neg: bool
+    which: object = dataclasses.field(default_factory=object)  # the tensor: another view of the same form is not it
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
         """The view of a tensor."""
@@ -158,11 +159,23 @@ class Effect:
 
 def from_basic(tensor: Callable[[Basic], torch.Tensor]) -> Callable[[Source], torch.Tensor]:
     """The tensors of all sources, for those of the inputs and results."""
+    return each_once(lambda view: view.of(tensor(view.base)), lambda constant: constant.tensor.clone(), tensor)
+
+
+def each_once(
+    of_view: Callable[[View], torch.Tensor],
+    of_constant: Callable[[Constant], torch.Tensor],
+    basic: Callable[[Basic], torch.Tensor],
+) -> Callable[[Source], torch.Tensor]:
+    """The tensors of all sources: one that a function keeps in several places is one in each call."""
+    made: dict[View | Constant, torch.Tensor] = {}
 
     def find(source: Source) -> torch.Tensor:
-        if isinstance(source, View):
-            return source.of(tensor(source.base))
-        return source.tensor.clone() if isinstance(source, Constant) else tensor(source)
+        if isinstance(source, Given | Made):
+            return basic(source)
+        if source not in made:
+            made[source] = of_view(source) if isinstance(source, View) else of_constant(source)
+        return made[source]
 
     return find
 
@@ -241,13 +254,17 @@ class Results:
         self._kept: list[Any] = []
         self._bases: dict[int, Any] = {}  # by the memory that they show
         self._values: dict[int, tuple[Any, Bound | None]] = {}  # the value keeps its id from being given away
+        self._sources: dict[int, tuple[Any, Source | None]] = {}
 
     def bind(self, value: Any, name: str) -> Bound | None:
         """A value with tensors in it, as each call has to make it; None if it is different for each example."""
         if id(value) not in self._values:
             tensors, structure = Structure.split(to_jax_tree(value), lambda leaf: isinstance(leaf, torch.Tensor))
             with torch._C.DisableTorchFunction():
-                sources = [self._source(t, name) for t in tensors]
+                for t in tensors:
+                    if id(t) not in self._sources:
+                        self._sources[id(t)] = t, self._source(t, name)
+                sources = [self._sources[id(t)][1] for t in tensors]
             present = tuple(s for s in sources if s is not None)
             self._values[id(value)] = value, Bound(structure, present) if len(present) == len(sources) else None
         return self._values[id(value)][1]

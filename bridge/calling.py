@@ -28,6 +28,7 @@ from .names import read_count
 from .places import Place, WrittenContainers, path_name, remember_change, written_count
 from .side_effects import Watched
 from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
+from .user_code import is_partly_users
 from .values import array_to_tensor, tensor_to_array
 from .versions import weak_float
 
@@ -173,6 +174,13 @@ def _prepare(
             "make_fx, torch.export and torch.func.linearize cannot look into a compiled call, and would take its "
             "result for a constant. Use torch.func.jvp or vjp, or leave the call out of what they trace."
         )
+    for mode in ti.open_modes():
+        kind: Any = type(mode)
+        if is_partly_users(kind):
+            raise TraceError(
+                f"{user_line()}: {kind.__name__} is open around a compiled call, and would see none of the "
+                "operations in it. Open it inside of the function."
+            )
     tree = to_jax_tree((args, kwargs))
     if any(type(leaf) is float for leaf in jax.tree.leaves(tree)) and not is_traced(jax_fun) and recording() is None:
         subject = Walk(jax_fun).key, jax.tree.structure(tree)

@@ -32,8 +32,18 @@ from torch.nn.modules import module as _module
 from .contents import EXACTLY_PLAIN, PLAIN, Contents, is_iterator, kind_of
 from .errors import TraceError
 from .flags import FLAGS, asked_by_function
-from .keys import Key, Same, memory_of, times_cleared
-from .names import EVERY_METHOD, HISTORY, MATCH_ARGS, UNSEEN, names_of, names_of_libraries, names_read_by, slots_of
+from .keys import Key, Same, has_been_filled, memory_of, times_cleared
+from .names import (
+    EVERY_METHOD,
+    HISTORY,
+    MATCH_ARGS,
+    UNSEEN,
+    hands_on,
+    names_of,
+    names_of_libraries,
+    names_read_by,
+    slots_of,
+)
 from .places import Path, Place, change_count, path_name, places_of_module
 from .user_code import is_partly_users, is_users, is_users_file
 from .watching import FROZEN, is_clock, may_read_clocks
@@ -83,6 +93,7 @@ class Walk(Contents):
             with torch._C.DisableTorchFunction():  # a recording around takes each tensor that is asked for captured
                 self.visit(root, None)
                 self.visit(values, None)
+                self._namespaces_handed_on()
             if self.met == names:
                 break
             # Remembered names of another function are no use: the key must not depend on what was called before.
@@ -204,6 +215,8 @@ class Walk(Contents):
             self.parts.append((type(x), times_cleared(x)))
             if hasattr(x, "cache_clear"):
                 self.caches.append(x)
+                if has_been_filled(x):
+                    self.parts.append(Same(x))
             self.visit(x.__wrapped__, path)
         elif isinstance(x, contextvars.ContextVar):
             self.found_places.append(Place(x, path_name(path)))
@@ -305,6 +318,8 @@ class Walk(Contents):
         if not is_partly_users(cls) and not isinstance(x, types.SimpleNamespace):
             self.library_object(x, path)
             return
+        if cls is types.SimpleNamespace:
+            self.namespaces.append((x, path if not self.lenient else None))
         self.classes.add(cls)
         depth, self.depth = self.depth, 0
         fields = getattr(x, "__dict__", None)
@@ -393,6 +408,14 @@ class Walk(Contents):
             self.parts.append(k)
             self.visit(value, (path, f".{k}"))
         self.lenient -= 1
+
+    def _namespaces_handed_on(self) -> None:
+        """Of a namespace that the user's code may give to a library's, whose reads cannot be seen, all counts."""
+        for x, path in self.namespaces:  # which grows
+            name = path[1].lstrip(".") if path is not None else ""
+            codes = [part for part in self.parts if isinstance(part, types.CodeType)]
+            if not name.isidentifier() or any(hands_on(c, name) for c in codes if is_users_file(c.co_filename)):
+                self.unnamed({k: v for k, v in vars(x).items() if k not in self.names}, path)
 
     def _may_be_read(self, name: Any, value: Any, owner: Any) -> bool:
         """Whether ``vars`` and the like may read a field that no code names."""

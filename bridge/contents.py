@@ -54,6 +54,7 @@ class Contents:
         self.owners: list[torch.nn.Module | None] = []
         self.found_places: list[Place | torch.nn.Module] = []
         self.containers: list[tuple[Slot, Any]] = []
+        self.namespaces: list[tuple[Any, Path]] = []
         self.classes: set[type] = set()  # the user's own, of objects that are followed by name
         self.locks: list[tuple[str, Any]] = []
         self.generators: list[Any] = []  # of Python's and NumPy's random numbers

@@ -2,6 +2,7 @@
 
 What its code reads again, such as the hidden state of a loop, is its own business, and so is what a library's module
 keeps. What the user's code only writes, such as activations that a hook collects, is meant for after the call.
+Numbers and logs are left as after one run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ def warn_of_dropped(scratch: Sequence[Scratch], walk: Walk) -> None:
         warnings.warn(
             f"{where(walk)}the function keeps a tensor in {name}, {NO_MEANING}: it is dropped, and {name} stays as "
             "it was. Return the tensor.",
+            stacklevel=2,
+        )
+
+
+def warn_of_moving(names: Sequence[str], walk: Walk) -> None:
+    """Name what each slice or example would change once more: counters, logs."""
+    for name in names:
+        warnings.warn(
+            f"{where(walk)}the function changes {name} each time that it runs, {NO_MEANING}: it is not done "
+            "once for each of them. Count and collect outside of the function, from what it returns.",
             stacklevel=2,
         )
 

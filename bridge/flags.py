@@ -33,7 +33,10 @@ _FUNCTIONS: dict[str, Any] = {
 _BACKENDS: Any = (torch.backends.mkldnn, torch.backends.cudnn, torch.backends.opt_einsum, torch.backends.cuda.matmul)
 _is_inference = torch.is_inference_mode_enabled
 _MEMORY: Any = torch.utils.deterministic
-_SETTINGS = ("enabled", "deterministic", "benchmark", "allow_tf32", "fp32_precision", "strategy")
+_SETTINGS = (
+    *("enabled", "deterministic", "benchmark", "allow_tf32", "fp32_precision", "strategy", "allow_fp16_accumulation"),
+    *("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
+)
 
 
 def _function(name: str) -> Callable[[], Any]:

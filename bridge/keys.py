@@ -119,6 +119,16 @@ def times_cleared(fun: Any) -> int | None:
     return times
 
 
+_FILLED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def has_been_filled(fun: Any) -> bool:
+    """Whether a ``functools.cache`` was seen to hold something, which nobody can look at, from outside of traces."""
+    if fun.cache_info().currsize:
+        _FILLED.add(fun)
+    return fun in _FILLED
+
+
 def empty_cache(fun: Any) -> None:
     """Empty the cache of a ``functools.cache`` without counting it as the user's doing."""
     fun.cache_clear()

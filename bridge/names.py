@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import re
 import types
 import weakref
@@ -40,6 +41,17 @@ def names_read_by(code: types.CodeType) -> frozenset[str]:
     assigned = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_ATTR", "DELETE_ATTR")}
     loaded = {i.argval for i in dis.get_instructions(code) if i.opname.startswith(("LOAD_", "IMPORT_"))}
     return names_of(code) - {name for name in assigned - loaded if isinstance(name, str)}
+
+
+@functools.lru_cache(maxsize=4096)
+def hands_on(code: types.CodeType, name: str) -> bool:
+    """Whether code, or a function defined in it, does more with what has a name than look up attributes of it."""
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    for (opname, argval), (following, _) in itertools.pairwise(steps):
+        is_loaded = argval == name and opname.startswith("LOAD_") and not opname.endswith(("_CONST", "_CLOSURE"))
+        if is_loaded and not following.endswith(("_ATTR", "_METHOD")) and following != "COPY":  # as for +=
+            return True
+    return any(hands_on(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
 
 
 @functools.lru_cache(maxsize=4096)

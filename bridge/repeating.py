@@ -11,12 +11,15 @@ from . import bindings
 from .captures import Walk
 from .differentiation import TorchFunction
 from .interception import known_as_constants
+from .names import read_count
 from .places import read_entry, write
 from .running import no_place_for_exchange, no_place_for_state, no_place_for_values
-from .side_effects import Watched, constants_left, first_replaced, tensors_in
+from .side_effects import Watched, constants_left, first_replaced, is_value, tensors_in
 
 if TYPE_CHECKING:
     from .tracing import _Made
+
+_SOMETHING = "something that it captures (a set, the order of a dict, the class of an object)"
 
 
 def check_second_call(
@@ -26,23 +29,25 @@ def check_second_call(
     walk_again: Callable[[], Walk],
     appended: Sequence[Any],
     is_repeatable: bool,
-) -> None:
+) -> list[str]:
     """Refuse what is kept where nothing is: a second call, or slice, would start from what the first one left.
 
-    ``is_repeatable`` says that the function has changed nothing else that it reads.
+    ``is_repeatable`` says that the function has changed nothing else that it reads. Names what each slice would change
+    once more, such as a counter, without computing with it.
     """
     flat, one = first.flat, first.tracing
     changed = [] if flat.mode.once else [walk.places[e.place].name(e.key) for e in flat.effects]
     changed += [slot[1] for slot, _ in appended]
     if not (flat.mode.once or is_repeatable):
-        changed.append("something that it captures (a set, the order of a dict, the class of an object)")
+        changed.append(_SOMETHING)
     if not isinstance(one, TorchFunction) or not (changed or any(s.is_read or not s.is_same for s in flat.scratch)):
-        return  # the first call has started from such a state
+        return []  # the first call has started from such a state
     blanks: list[torch.Tensor] = []
     lengths = [(container, len(container)) for _, container in appended]
     left: list[bindings.Entry] = []
     watched = Watched(walk)
     replaced: str | None = None
+    moving: list[str] = []
     if not flat.mode.once:
         left = first.leave(walk)
         left += [(s.place, s.key, read_entry(s.place, s.key)) for s in flat.scratch]
@@ -53,9 +58,16 @@ def check_second_call(
             blanks += tensors_in(value)
             write(s.place, s.key, value)
         again = walk_again()
+        start, names_known = Watched(again), read_count()
         with known_as_constants(tables):
             second = trace(again)
         if not flat.mode.once:
+            moving += [again.places[e.place].name(e.key) for e in second.flat.effects if is_value(e.after)]
+            moving += [slot[1] for slot, _ in appended]
+            for container, length in lengths:
+                del container[length:]
+            if read_count() == names_known and walk_again().key != again.key:
+                moving += start.changed() or [_SOMETHING]
             before = second.leave(again)
             left += before
             tables += constants_left(second.flat.effects, again.places)
@@ -79,3 +91,4 @@ def check_second_call(
         raise no_place_for_values(changed[0], walk, flat.mode.once)
     if replaced is not None:
         raise no_place_for_exchange(replaced, walk)
+    return list(dict.fromkeys(moving))

@@ -139,6 +139,15 @@ class Watched:
                 return place.name(key)
         return None
 
+    def changed(self) -> list[str]:
+        """The places and sets that hold something else now."""
+        found = [
+            self.places[number].label if self.places[number].is_sequence else self.places[number].name(key)
+            for number, key, old, new in self._changes()
+            if type(old) is not type(new) or repr(old) != repr(new)
+        ]
+        return found + [name for name, members, started in self._sets if members != started]
+
     def settle(self, results: Results, first: bool) -> tuple[list[Effect], list[Scratch]]:
         """Put everything back; what each call has to write, and what is only scratch.
 
@@ -273,6 +282,11 @@ def _check_holds_no_trace(value: Any, name: str) -> None:
             f"{name}. Assign the tensor itself, or a tuple, list, dict or dataclass of tensors; what a library keeps "
             "there, such as a metric that is logged, return from the function and log outside of it."
         )
+
+
+def is_value(after: Any) -> bool:
+    """Whether what a call leaves in a place is neither a tensor nor something that it found: a number, nothing."""
+    return not isinstance(after, (Bound, Moved))
 
 
 def _is_plain(value: Any) -> bool:

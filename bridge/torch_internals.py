@@ -441,6 +441,12 @@ def without_forward_mode() -> contextlib.AbstractContextManager[None]:
     return forward_ad._set_fwd_grad_enabled(False)
 
 
+def open_modes() -> list[Any]:
+    """The function modes and the dispatch modes that are active in this thread."""
+    functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return functions + [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+
+
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """A scope in which no dispatch mode and no function mode is active."""

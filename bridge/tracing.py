@@ -18,7 +18,7 @@ from . import bindings
 from .captures import SOURCE, Walk, surroundings
 from .context import Call, Left, current_call
 from .differentiation import Source, TorchFunction
-from .dropping import warn_of_dropped
+from .dropping import warn_of_dropped, warn_of_moving
 from .errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .graph import Meta
 from .interception import is_traced_tensor
@@ -220,13 +220,14 @@ class _Traced:
         walk_again = lambda: Walk(self.torch_fun, structure.fixed)
         made = trace(walk)
         try:
-            check_second_call(made, trace, walk, walk_again, written.appended(), walk_again().key == walk.key)
+            moving = check_second_call(made, trace, walk, walk_again, written.appended(), walk_again().key == walk.key)
         except TraceError:
             start.restore()
             raise
         if generators.put_back():
             raise frozen_number()
         warn_of_dropped(made.flat.scratch, walk)
+        warn_of_moving(moving, walk)
         written.remember()
         places = [id(place.owner) for place in walk.places]
         # Of what is left as the function changed it (sets, classes, buffers of bytes) each call has to change it again.
@@ -334,11 +335,11 @@ def _leave(made: _Made, arrays: Sequence[Any], outputs: Sequence[Any], walk: Wal
         bindings.leave(effects, walk.places, bindings.from_basic(basic))
         return
 
-    def within(source: bindings.Source) -> torch.Tensor:
-        if isinstance(source, bindings.View):
-            return outer.stand_in(source.of_array(outer.tensors[id(basic(source.base))]))
-        return source.tensor if isinstance(source, bindings.Constant) else basic(source)
-
+    within = bindings.each_once(
+        lambda view: outer.stand_in(view.of_array(outer.tensors[id(basic(view.base))])),
+        lambda constant: constant.tensor,
+        basic,
+    )
     outer.strided = outer.strided or made.flat.strided
     places = walk.places
     outer.left += [Left(places, effect, basic) for effect in effects]

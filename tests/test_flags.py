@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
@@ -53,6 +55,10 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "mkldnn.deterministic": (
         lambda: _BACKENDS.mkldnn.deterministic,
         lambda: _set(_BACKENDS.mkldnn, "deterministic", True),
+    ),
+    "reduced precision": (
+        lambda: _SDP.matmul.allow_fp16_reduced_precision_reduction,
+        lambda: _set(_SDP.matmul, "allow_fp16_reduced_precision_reduction", False),
     ),
     "cudnn": (lambda: _BACKENDS.cudnn.enabled, lambda: _set(_BACKENDS.cudnn, "enabled", False)),
     "cudnn.benchmark": (lambda: _BACKENDS.cudnn.benchmark, lambda: _set(_BACKENDS.cudnn, "benchmark", True)),
@@ -286,3 +292,31 @@ def test_what_is_computed_where_a_function_switches_autograd_on_has_its_history(
         return flags, [o.detach() for o in outs], found
 
     torch.testing.assert_close(run(lambda f: as_torch(as_jax(f))), run(lambda f: f))
+
+
+class _Doubles(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.sin else result
+
+
+class _DoublesBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.sin.default else result
+
+
+@pytest.mark.parametrize("mode", [_Doubles, _DoublesBelow])
+def test_a_mode_counts_inside_of_the_function_and_is_refused_around_the_call(mode: Any) -> None:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with mode():
+            return torch.sin(x)
+
+    x = torch.ones(2)
+    torch.testing.assert_close(as_torch(as_jax(inside))(x), torch.sin(x) * 2)
+    call = mt.microbatch(torch.sin, 0, 1, mt.AccumulationType.CONCAT)
+    torch.testing.assert_close(call(x), torch.sin(x))
+    with pytest.raises(TypeError, match=rf"test_flags\.py:\d+: {mode.__name__} is open around .* inside"), mode():
+        call(x)
+    with torch.device("cpu"):
+        torch.testing.assert_close(call(x), torch.sin(x))

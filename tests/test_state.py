@@ -519,6 +519,57 @@ def test_state_ends_as_in_torch(name: str) -> None:
                 assert a == b, f"{part}: {got[part]} is not {expected[part]}"
 
 
+# One view, or one constant, in several places
+
+
+def _of_a_result(net: Any, x: torch.Tensor) -> Any:
+    made = x * 2
+    net.whole = made
+    return made[1:], x * 3
+
+
+def _of_an_argument(net: Any, x: torch.Tensor) -> Any:
+    return x[1:], x * 3
+
+
+def _of_a_buffer(net: Any, x: torch.Tensor) -> Any:
+    return net.buffer.detach(), x * 3
+
+
+def _of_a_returned_one(net: Any, x: torch.Tensor) -> Any:
+    made = x * 2
+    return made.unsqueeze(0).transpose(0, 1), made
+
+
+def _of_nothing(net: Any, x: torch.Tensor) -> Any:
+    return torch.zeros(3)[1:], x * 3
+
+
+def _in_several_places(net: Any, x: torch.Tensor) -> Any:
+    view, result = net.make(net, x)
+    net.one, net.rows, net.named, net.pair = view, [view, None], {"k": [view]}, (view, x[1:])
+    net.counts = [*net.counts, view]
+    return result
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("make", [_of_a_result, _of_an_argument, _of_a_buffer, _of_a_returned_one, _of_nothing])
+def test_a_tensor_that_is_kept_in_several_places_is_one(make: Any, calls: int) -> None:
+    def state(wrap: Any) -> Any:
+        net: Any = _Net(_in_several_places, buffer=torch.ones(2), make=make, one=None, rows=None, named=None, counts=[])
+        net.pair = net.whole = None
+        call = wrap((lambda x: [net(x * i) for i in range(1, calls + 1)][-1]) if calls > 1 else net)
+        found = []
+        for _ in range(2):
+            call(torch.tensor([1.0, 2.0]))
+            net.rows[0].add_(10)
+            kept = [net.one, net.rows[0], net.named["k"][0], *net.pair, *net.counts]
+            found.append(([[a is b for a in kept] for b in kept], [t.tolist() for t in kept]))
+        return found
+
+    assert state(_through) == state(lambda fun: fun)
+
+
 def _membrane() -> Any:
     return PROGRAMS["membrane"]()[0]
 
@@ -1159,12 +1210,16 @@ def test_numbers_that_a_function_changes_and_computes_with_have_no_place_in_slic
     for change in (_counts, _starts, _exchanges, _logs):
         with pytest.raises(TypeError, match=r"test_state.py:\d+: the function changes .* and computes with it"):
             _SLICED[name](_Plain(change), x)
-    for change in (_only_counts, _makes_tables):
-        net = _Plain(change)
-        for _ in range(2):
-            got = _SLICED[name](net, x)
-        if name != "micro_grad":
-            torch.testing.assert_close(got, net(x))
+    net = _Plain(_only_counts)
+    with pytest.warns(UserWarning, match=r"changes (_Plain.count|\S*log) each time"):
+        got = [_SLICED[name](net, x) for _ in range(2)][1]
+    if name != "micro_grad":
+        torch.testing.assert_close(got, net(x))
+    net = _Plain(_makes_tables)
+    for _ in range(2):
+        got = _SLICED[name](net, x)
+    if name != "micro_grad":
+        torch.testing.assert_close(got, net(x))
 
 
 def test_a_list_that_is_appended_to_is_not_computed_with() -> None:

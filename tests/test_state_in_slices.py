@@ -241,6 +241,126 @@ def test_what_is_kept_for_later_is_dropped_with_a_warning(name: str) -> None:
         assert not seen
 
 
+# What each slice would change once more
+
+
+def _counter(net: Any, x: torch.Tensor) -> Any:
+    net.count += 1
+    return net.layer(x)
+
+
+def _counted_entry(net: Any, x: torch.Tensor) -> Any:
+    net.cache["n"] = net.cache.get("n", 0) + 1
+    return net.layer(x)
+
+
+def _new_entry(net: Any, x: torch.Tensor) -> Any:
+    net.cache[len(net.cache)] = None
+    return net.layer(x)
+
+
+def _log(net: Any, x: torch.Tensor) -> Any:
+    net.log.append("call")
+    return net.layer(x)
+
+
+def _log_anew(net: Any, x: torch.Tensor) -> Any:
+    net.words = [*net.words, "call"]
+    return net.layer(x)
+
+
+def _taken_out(net: Any, x: torch.Tensor) -> Any:
+    net.words.pop()
+    return net.layer(x)
+
+
+def _bounded_log(net: Any, x: torch.Tensor) -> Any:
+    net.times.append(1)
+    return net.layer(x)
+
+
+def _members(net: Any, x: torch.Tensor) -> Any:
+    net.members.add(len(net.members))
+    return net.layer(x)
+
+
+def _switched(net: Any, x: torch.Tensor) -> Any:
+    net.training = not net.training
+    return net.layer(x)
+
+
+def _counter_of_a_function(net: Any, x: torch.Tensor) -> Any:
+    _counter_of_a_function.calls += 1  # type: ignore[attr-defined]
+    return net.layer(x)
+
+
+def _class_exchanged(net: Any, x: torch.Tensor) -> Any:
+    net.kind.__class__ = _Odd if type(net.kind) is _Even else _Even
+    return net.layer(x)
+
+
+class _Odd:
+    pass
+
+
+class _Even:
+    pass
+
+
+_counter_of_a_function.calls = 0  # type: ignore[attr-defined]
+MOVING = {
+    _counter: "_Net.count",
+    _counted_entry: r"\S*cache\['n'\]",
+    _new_entry: r"\S*cache\[1\]",
+    _log: r"\S*log",
+    _log_anew: "_Net.words",
+    _taken_out: r"\S*words\[7\]",
+    _bounded_log: r"\S*times",
+    _members: r"\S*members",
+    _switched: "_Net.training",
+    _counter_of_a_function: "_counter_of_a_function.calls",
+    _class_exchanged: r"something that it captures \(.*\)",
+}
+
+
+def _moving(step: Any) -> Any:
+    net: Any = _Net(step)
+    net.log, net.words, net.members, net.kind = [], ["a"] * 9, {0}, _Even()
+    net.times = collections.deque([0], maxlen=4)
+    return net
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_what_each_slice_would_change_once_more_is_named_in_a_warning(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 2)
+    for step, place in list(MOVING.items())[:: 1 if name == _QUICK else 3]:
+        net = _moving(step)
+        with pytest.warns(UserWarning, match=rf"in_slices.py:\d+: the function changes {place} each time.*outside"):
+            got = TRANSFORMS[name](net, x)
+        if name == _QUICK:
+            torch.testing.assert_close(got, torch.stack([net(row) for row in x]))
+
+
+def _settled(net: Any, x: torch.Tensor) -> Any:
+    net.count, net.cache["shape"], net.words = 7, x.shape, ["call"]
+    net.members.add(1)
+    net.cache.setdefault(net.count, []).clear()
+    net.times.append(1)
+    net.times.pop()
+    net.mark = True
+    del net.mark
+    return net.layer(x)
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_what_each_slice_changes_in_the_same_way_is_no_change(name: str) -> None:
+    net = _moving(_settled)
+    for _ in range(2):
+        TRANSFORMS[name](net, torch.ones(4, 2))
+    assert (net.count, net.members, net.words) == (7, {0, 1}, ["call"])
+
+
 def _hidden(net: Any, x: torch.Tensor) -> Any:
     net.table = torch.zeros(2)
     for _ in range(2):

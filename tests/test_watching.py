@@ -1090,3 +1090,63 @@ def test_what_a_library_reads_of_an_object_of_the_users_is_never_stale(
         change()
         assert torch.equal(made(x), fun(x))
     assert "__getattribute__" not in vars(_Handed)
+
+
+_NAMESPACES: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
+    "closure": lambda read, t, x: read(x, t),
+    "partial": lambda read, t, x: functools.partial(read, thing=t)(x),
+    "local": lambda read, t, x: next(read(x, local) for local in [t]),
+    "in a list": lambda read, t, x: read(x, [t][0]),
+    "packed": lambda read, t, x: read(*(x, t)),
+}
+
+
+@pytest.mark.parametrize("name", ["number", "tensor", "held", "slot", "chosen", "by_default"])
+def test_what_a_library_reads_of_a_namespace_is_never_stale(name: str) -> None:
+    library: dict[str, Any] = {}
+    file = os.path.join(os.path.dirname(os.path.dirname(np.__file__)), "somebodys", "code.py")
+    exec(compile(_LIBRARY, file, "exec"), library)
+    inside, x = library[name], torch.ones(2)
+    for pass_on in list(_NAMESPACES.values()) if name == "number" else [_NAMESPACES["closure"]]:
+        thing = types.SimpleNamespace(factor=2.0, weight=torch.ones(2), flag=True, slotted=_Slotted())
+        thing.inner = types.SimpleNamespace(factor=2.0)
+        fun = lambda x: pass_on(inside, thing, x)  # noqa: B023
+        made = as_torch(as_jax(fun))
+        assert torch.equal(made(x), fun(x))
+        for change in _CHANGES[name](thing):
+            change()
+            assert torch.equal(made(x), fun(x))
+
+
+def test_of_a_namespace_whose_fields_are_named_no_others_count() -> None:
+    state, traced = types.SimpleNamespace(scale=2.0, calls=1, steps=0, last=None), []
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        traced.append(1)
+        state.calls = 1
+        return x * state.scale
+
+    call, counts = as_torch(as_jax(fun)), []
+    for _ in range(3):
+        call(torch.ones(2))
+        state.steps += 1
+        state.last = [torch.ones(2)]
+        counts.append(len(traced))
+    assert counts[2] == counts[0]
+
+
+def test_what_a_cache_holds_is_its_own() -> None:
+    def make(is_filled: bool) -> tuple[Fun, dict[str, float]]:
+        table = {"a": 2.0}
+        read = functools.cache(lambda key: table["a"])
+        if is_filled:
+            read(1)
+        return lambda x: x * read(1) * read(2) / read(2), table
+
+    x = torch.ones(2)
+    for is_filled in (True, False):  # the code of both is the same
+        fun, table = make(is_filled)
+        table["a"] = 5.0
+        call = _through(fun)
+        for _ in range(2):  # a trace that adds to a cache empties it
+            assert torch.equal(call(x), x * (2 if is_filled else 5))
