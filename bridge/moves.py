@@ -23,7 +23,7 @@ aten = torch.ops.aten
 Shape = tuple[int, ...]
 Axes = tuple[tuple[int, ...], ...]  # for each axis the axes of another array that it is made of, without those of one
 
-_PRODUCTS = (aten.mm.default, aten.bmm.default)
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mv.default)
 _PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
 _IN_ORDER = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default, aten.expand.default),
@@ -102,26 +102,27 @@ class _Moves:
             if moved is None:
                 break
             last, axes = reader, moved
-        *batch, rows, columns = _own_axes(shape)
+        *batch, rows, columns = ((), *_own_axes(shape))  # a vector has no rows
         if not _in_order(axes) and _flat(axes) == _flat((*batch, columns, rows)):
             self.nodes[last] = self.product(node, self.nodes[last], transposed=True) or self.nodes[last]
 
     def product(self, node: Node, result: Any, transposed: bool = False) -> Node | None:
         """The product that a node is, of its operands as they lie; None if it is that already."""
-        for deep in (True, False) if node.op is aten.bmm.default else (False,):
+        batch = int(node.op is aten.bmm.default)
+        for deep in (True, False) if batch else (False,):
             (a, left), (b, right) = (self.origin(operand, deep) for operand in node.leaves)
-            merged = any(len(axis) > 1 for axis in left[:-2])  # several axes of a batch, that XLA may have apart
+            merged = any(len(axis) > 1 for axis in left[:batch])  # several axes of a batch, that XLA may have apart
             if not (transposed or merged) and _in_order(left) and _in_order(right):
                 continue
-            pairs = [(left[-1], right[-2]), *zip(left[:-2], right[:-2], strict=True)]
+            pairs = [(left[-1], right[batch]), *zip(left[:batch], right[:batch], strict=True)]
             sizes = [([self.shape(a)[x] for x in one], [self.shape(b)[y] for y in other]) for one, other in pairs]
-            if any(one != other for one, other in sizes) or not _in_order(left[-2:-1]) or not _in_order(right[-1:]):
+            free = left[batch : batch + 1], right[batch + 1 :]
+            if any(one != other for one, other in sizes) or not all(map(_in_order, free)):
                 continue
-            summed, batch = pairs[0], (_flat(left[:-2]), _flat(right[:-2]))
-            leaves = a, b
-            if transposed:
-                summed, batch, leaves = summed[::-1], batch[::-1], leaves[::-1]
-            return dataclasses.replace(result, op=Product(summed, batch), leaves=leaves, spec=node.spec, line=node.line)
+            op, leaves = Product(pairs[0], (_flat(left[:batch]), _flat(right[:batch]))), (a, b)
+            if transposed or not free[1]:  # a row vector times a matrix, in the place of the matrix moved
+                op, leaves = Product(op.summed[::-1], op.batch[::-1]), (b, a)
+            return dataclasses.replace(result, op=op, leaves=leaves, spec=node.spec, line=node.line)
         return None
 
     def sum_from_end(self, i: int, node: Node, start: int) -> Node | None:
