@@ -206,7 +206,7 @@ class Graph:
             assert node is not None
             leaves = tuple((same.get(x.node, x.node), x.item) if type(x) is Ref else repr(x) for x in node.leaves)
             same[i] = first.setdefault((node.op, leaves, node.draw), i)
-            if same[i] < start <= i and not _is_view(node.op):
+            if same[i] < start <= i and not _is_view(node.op) and not _is_own_derivative(node.op):
                 return True
         return False
 
@@ -298,13 +298,19 @@ def depend(nodes: Sequence[Node | None], values: Iterable[Value], inputs: set[in
 
 def _is_same_op(one: Any, two: Any) -> bool:
     """Whether two ops are one; calls of compiled functions are made anew in each trace."""
-    if one is two or type(one) is not type(two) or hasattr(one, "overloadpacket"):
-        return one is two
-    return getattr(getattr(one, "flat", None), "key", None) == getattr(getattr(two, "flat", None), "key", None)
+    if type(one) is not type(two) or not hasattr(one, "flat"):
+        return bool(one == two)
+    return bool(one.flat.key == two.flat.key)
 
 
 def _same_array(one: np.ndarray, two: np.ndarray) -> bool:
     return (one.dtype, one.shape) == (two.dtype, two.shape) and one.tobytes() == two.tobytes()
+
+
+def _is_own_derivative(op: Any) -> bool:
+    """Whether torch's derivatives of simple ops are made of this one: of a quotient, a sine, an absolute value."""
+    name = getattr(getattr(op, "overloadpacket", None), "__name__", "")
+    return name in ("div", "sin", "cos", "sinh", "cosh", "sgn")
 
 
 def _is_view(op: Any) -> bool:

@@ -127,6 +127,7 @@ def _name(node: Node) -> str:
     return getattr(getattr(node.op, "overloadpacket", None), "__name__", "")
 
 
+@dataclasses.dataclass(frozen=True)
 class _Alone:
     """What is left of a sum."""
 

@@ -381,6 +381,7 @@ class Recorder(ti.TorchDispatchMode):
         return number
 
 
+@dataclasses.dataclass(frozen=True)
 class Barrier:
     """Values that wait for another: XLA neither merges what is computed from them with what was before, nor starts it.
 

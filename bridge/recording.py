@@ -35,6 +35,7 @@ from .errors import (
 )
 from .graph import Graph, Meta, Ref, Value
 from .interception import Captured, Interception, is_traced_tensor, recording
+from .moves import without_moves
 from .recorder import Recorder
 from .watching import watching
 
@@ -298,18 +299,28 @@ def _graph(
     for i, final in enumerate(captured.finals()):
         if final != captured.initial[i]:
             mutations.append((i, final))
+    inputs = [*inner, *captured.inputs, *cotangents]
+    found = [None if g is None else value(g) for g in gradients]
+    results = [value(o) for o in outputs]
+    evidence = [check.evidence for check in recorder.checks]
+    nodes = without_moves(
+        recorder.nodes,
+        [*results, *found, *(final for _, final in mutations), *evidence],
+        {position(t): tuple(t.shape) for t in inputs},
+        min(map(position, cotangents), default=len(recorder.nodes)),
+    )
     return Graph(
-        nodes=recorder.nodes,
+        nodes=nodes,
         inputs=[position(t) for t in inner],
         captured=[position(t) for t in captured.inputs],
         cotangents=[position(t) for t in cotangents],
-        outputs=[value(o) for o in outputs],
+        outputs=results,
         output_metas=[Meta.of(o) for o in outputs],
         differentiable=list(differentiable),
         reach=reach,
         own=own,
         need=tuple(need),
-        gradients=[None if g is None else value(g) for g in gradients],
+        gradients=found,
         mutations=mutations,
         moves=captured.moves(),
         checks=recorder.checks,

@@ -202,6 +202,12 @@ def _integer_power(x: Array, exponent: Array) -> Array:
     return jnp.where(exponent < 0, inverse, result)
 
 
+@lowering("aten.neg")
+def neg(x: Array) -> Array:
+    """torchax multiplies."""
+    return -x
+
+
 @lowering("aten.square")
 def square(x: Array) -> Array:
     return x * x

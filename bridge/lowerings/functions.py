@@ -348,6 +348,41 @@ def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tens
     return F.linear_cross_entropy(*args, **kwargs)
 
 
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As ``F.scaled_dot_product_attention``, whose composite scales copies of both operands in place of the product.
+
+    torch's kernel for the CPU scales the product. In half precision it might not fit, which the kernel has in float32.
+    """
+    dtype = query.dtype
+    tensors = (query, key, value)
+    simple = (
+        dtype in (torch.float32, torch.float64)
+        and all(t.dtype == dtype and t.dim() > 1 and t.numel() for t in tensors)
+        and (attn_mask is None or (attn_mask.dtype in (dtype, torch.bool) and not is_causal))
+        and not (dropout_p or enable_gqa or torch.is_autocast_enabled(query.device.type))
+    )
+    if not simple:
+        return F.scaled_dot_product_attention(
+            *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
+        )
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_mask is not None:
+        closed = torch.full((), -math.inf, dtype=dtype, device=query.device)
+        scores = scores + (torch.where(attn_mask, 0, closed) if attn_mask.dtype == torch.bool else attn_mask)
+    return torch._safe_softmax(scores, -1) @ value
+
+
 def refuse_sparse(*args: Any, **kwargs: Any) -> Any:
     """torch itself ends the process where some of these meet a tensor of a trace."""
     raise TraceError(
@@ -388,4 +423,5 @@ REPLACEMENTS: dict[Any, Any] = {
     torch._C._nn.hardsigmoid: hardsigmoid,
     torch._C._nn.hardsigmoid_: functools.partial(hardsigmoid, inplace=True),
     F.one_hot: one_hot,
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
 }

@@ -20,7 +20,7 @@ IN_FLOAT32 = frozenset(
         *("cumsum", "cumprod", "logcumsumexp"),
         *("linalg_vector_norm", "norm", "dist", "renorm", "_weight_norm_interface", "_weight_norm_interface_backward"),
         *("_cdist_forward", "_cdist_backward", "_pdist_forward", "_pdist_backward"),
-        *("_softmax", "_log_softmax", "i0", "sigmoid"),
+        *("_softmax", "_safe_softmax", "_log_softmax", "i0", "sigmoid"),
         *("_softmax_backward_data", "_log_softmax_backward_data", "sigmoid_backward"),
         *("grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward"),
         "linalg_matrix_exp",

@@ -223,6 +223,15 @@ def product(a: Array, b: Array) -> Array:
     return a @ b
 
 
+@lowering("aten._euclidean_dist")
+def euclidean_distance(a: Array, b: Array) -> Array:
+    """By one product, as in torch, which puts the squares into copies of both operands."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    squares = [jnp.square(x.astype(wide)).sum(-1) for x in (a, b)]
+    product = jnp.matmul(a, jnp.swapaxes(b, -1, -2), preferred_element_type=wide)
+    return jnp.sqrt(jnp.maximum(squares[0][..., :, None] + squares[1][..., None, :] - 2 * product, 0))
+
+
 @lowering("aten.vdot")
 def product_of_conjugate(a: Array, b: Array) -> Array:
     return jnp.conj(a) @ b

@@ -20,6 +20,26 @@ def mean(x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None,
     return jnp.mean(x.astype(jax_dtype(results[0].dtype)), None if x.ndim == 0 else axes, keepdims=keepdim)
 
 
+@lowering("aten.sum", results=True)
+def sum_(x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, results: Any) -> Array:
+    """Truth values are counted in float32 while all counts fit it: XLA writes out the 64-bit numbers that it sums."""
+    axes = None if dim is None or dim == [] or x.ndim == 0 else tuple(dim)
+    if x.dtype != jnp.bool_ or x.size > 2**24:
+        return jnp.sum(x.astype(jax_dtype(results[0].dtype)), axes, keepdims=keepdim)
+    return jnp.sum(x.astype(jnp.float32), axes, keepdims=keepdim).astype(jnp.int32)
+
+
+@lowering("aten._safe_softmax", results=True)
+def safe_softmax(x: Array, dim: int, dtype: Any = None, *, results: Any) -> Array:
+    """Zero where all is -inf. torch's decomposition looks for that element by element."""
+    x = x.astype(jax_dtype(results[0].dtype))
+    if not x.size:
+        return x
+    least = jnp.finfo(x.dtype)
+    powers = jnp.exp(x - jnp.maximum(x.max(dim, keepdims=True), least.min))
+    return powers / jnp.maximum(powers.sum(dim, keepdims=True), least.tiny)  # which is one at least, or zero
+
+
 @lowering("aten.sort")
 def sort(x: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> tuple[Array, Array]:
     """Stable always, as torch is when asked, and up to 16 elements; torchax takes ties from the last on to descend."""
