@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .user_code import is_users
 
@@ -173,7 +174,12 @@ class WrittenContainers:
 
     def remember(self) -> None:
         """Leave lists that were appended to out of all further keys; what was changed otherwise is traced again."""
-        WRITTEN.update((self._function, slot) for slot, _ in self.appended())
+        logs = [slot for slot, content in self.appended() if not any(map(_is_tensor, tree_leaves(content)))]
+        WRITTEN.update((self._function, slot) for slot in logs)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _content(container: Any) -> list[Any]:

@@ -63,7 +63,7 @@ def check_second_call(
             second = trace(again)
         if not flat.mode.once:
             moving += [again.places[e.place].name(e.key) for e in second.flat.effects if is_value(e.after)]
-            moving += [slot[1] for slot, _ in appended]
+            moving += [name for (owner, name), _ in appended if isinstance(owner, type)]  # others are logs
             for container, length in lengths:
                 del container[length:]
             if read_count() == names_known and walk_again().key != again.key:

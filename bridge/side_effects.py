@@ -33,7 +33,7 @@ from .escapes import traced_tensor_in
 from .graph import Meta
 from .interception import is_update_of
 from .keys import empty_cache
-from .places import ABSENT, ORDER, Place, path_name, put_in_order, read, read_entry, write
+from .places import ABSENT, ORDER, WRITTEN, Place, path_name, put_in_order, read, read_entry, write
 from .trees import Structure, to_jax_tree, to_torch_tree
 from .uses import is_named, uses
 
@@ -65,6 +65,11 @@ class Watched:
         self._before = list(map(read, self.places))
         self._arrays = [(name, array, array.copy()) for name, array in walk.arrays]
         self._sets = [(slot[1], x, set(x)) for slot, x in walk.containers if isinstance(x, set)]
+        self._logs = [
+            (slot[1], x, len(x))
+            for slot, x in walk.containers
+            if isinstance(x, list) and (walk.identity, slot) in WRITTEN
+        ]
         self._locks = [(name, lock, locks.state(lock)) for name, lock in walk.locks]
         self._caches = [(fun, fun.cache_info().misses) for fun in walk.caches]
         self._fields = [
@@ -107,6 +112,13 @@ class Watched:
                 raise TraceError(
                     f"{user_line()}: the function leaves {name} ({type(lock).__name__}) other than it found it, "
                     "which it would do once, while it is traced. Do that outside of it."
+                )
+        for name, log, length in self._logs:  # whose length no key holds
+            if any(traced_tensor_in(value, depth=3) is not None for value in log[length:]):
+                del log[length:]
+                raise TraceError(
+                    f"{user_line()}: the function appends a tensor to {name}, to which it has appended other objects "
+                    "in an earlier call. Keep tensors in a list of their own."
                 )
         for name, members, started in self._sets:
             for value in members - started:

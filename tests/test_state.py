@@ -1227,6 +1227,38 @@ def test_a_list_that_is_appended_to_is_not_computed_with() -> None:
         as_torch(as_jax(_Plain(_logs)))(torch.ones(1, 2))
 
 
+def test_a_list_of_tensors_and_numbers_grows_as_in_torch_and_a_log_takes_no_tensors() -> None:
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.seen = [], []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept.append(x.sum() if self.training else 1.0)
+            if self.number_first:
+                self.seen.append(2.0 if self.training else x.sum())
+            return x * 2
+
+    x = torch.ones(2)
+    net, plain = Logs(), Logs()
+    net.number_first = plain.number_first = False
+    call = as_torch(as_jax(net))
+    for training in (True, False, True, False, False):
+        for module, run in ((net, call), (plain, plain)):
+            module.train(training)
+            run(x)
+    assert net.kept == plain.kept
+    net.number_first = True
+    net.train()
+    call(x)
+    net.eval()
+    with pytest.raises(
+        TypeError, match=r"test_state.py:\d+: the function appends a tensor to seen, .* list of their own"
+    ):
+        call(x)
+    assert net.seen == [2.0]
+
+
 # Tensors whose memory is exchanged by .data
 
 
