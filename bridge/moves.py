@@ -9,7 +9,7 @@ as the derivative of ``cumsum``, is one that is reversed twice in torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,18 +78,27 @@ class _Moves:
         readers = self.readers.get(i, [])
         return readers[0] if len(readers) == 1 and i not in self.roots else None
 
-    def origin(self, value: Value, deep: bool) -> tuple[Value, Axes]:
+    def origin(self, value: Value, batch: int, deep: bool) -> tuple[Value, Axes]:
         """The array that a value shows with its axes moved, and of which of them each axis is made.
 
-        Where axes are only merged, which costs nothing, that is the merged array unless ``deep``.
+        The axes of the batch are the first there too: elsewhere XLA would copy the array for each product, where now
+        they share what was moved.
         """
+        for source, axes in self._origins(value, deep):
+            leading = _flat(axes[:batch])
+            if leading == tuple(sorted(_flat(axes)))[: len(leading)]:
+                return source, axes
+        raise AssertionError("a value lies as it is read itself")
+
+    def _origins(self, value: Value, deep: bool) -> Iterator[tuple[Value, Axes]]:
+        """The arrays that a value shows, from the first on; not through a mere merging of axes, unless ``deep``."""
         node = self.nodes[value.node] if isinstance(value, Ref) else None
         if node is not None and node.op in (*_PERMUTES, *_IN_ORDER):
-            source, axes = self.origin(node.leaves[0], deep)
-            moved = _moved(node, axes, self.shape(source))
-            if moved is not None and (deep or not _in_order(moved) or all(len(axis) < 2 for axis in moved)):
-                return source, moved
-        return value, _own_axes(self.shape(value))
+            for source, axes in self._origins(node.leaves[0], deep):
+                moved = _moved(node, axes, self.shape(source))
+                if moved is not None and (deep or not _in_order(moved) or all(len(axis) < 2 for axis in moved)):
+                    yield source, moved
+        yield value, _own_axes(self.shape(value))
 
     def transpose_result(self, i: int, node: Node, start: int) -> None:
         """Where all that is read of a product is its transpose: the product of the operands in the other order."""
@@ -110,7 +119,7 @@ class _Moves:
         """The product that a node is, of its operands as they lie; None if it is that already."""
         batch = int(node.op is aten.bmm.default)
         for deep in (True, False) if batch else (False,):
-            (a, left), (b, right) = (self.origin(operand, deep) for operand in node.leaves)
+            (a, left), (b, right) = (self.origin(operand, batch, deep) for operand in node.leaves)
             merged = any(len(axis) > 1 for axis in left[:batch])  # several axes of a batch, that XLA may have apart
             if not (transposed or merged) and _in_order(left) and _in_order(right):
                 continue
