@@ -71,7 +71,8 @@ def surroundings() -> Hashable:
     autocast = tuple(
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
-    modes = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    validates = torch.distributions.Distribution._validate_args
+    modes = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), validates
     hooks = tuple(Same(hook) for name in _HOOKS_OF_ALL for hook in getattr(_module, name, {}).values())
     return torch.get_default_dtype(), autocast, modes, hooks
 

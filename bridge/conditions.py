@@ -25,9 +25,15 @@ class _Asked:
     error: Callable[[int, int | None], Exception]
 
 
+OUTSIDE_OF_SUPPORT = (
+    "a parameter of a distribution does not satisfy its constraint, or a value lies outside of the support "
+    "(validate_args=False turns the check off)"
+)
+
+
 def asserted(message: str = "Expected Tensor with single nonzero value, but got zero") -> Condition:
     """A flag that has to be set: ``torch._assert_async``."""
-    return _Asked(lambda flag: flag != 0, _says(message))
+    return _Asked(lambda flag: flag != 0, _says(message, ValueError if message == OUTSIDE_OF_SUPPORT else RuntimeError))
 
 
 def factorised(name: str, is_matrix: bool) -> Condition:

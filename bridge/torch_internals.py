@@ -504,12 +504,10 @@ def compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_kernels(backward_inside: Callable[..., None]) -> Iterator[None]:
-    """While recording: no fused CPU kernels, whose backward ops nothing can lower, and no checks that read values.
+    """While recording: no fused CPU kernels, whose backward ops nothing can lower.
 
     ``backward_inside`` is what ``torch.autograd.backward`` does then.
     """
-    distribution = torch.distributions.Distribution
-    validate = distribution._validate_args
     has_effects = effects.has_effects
     autograd: Any = torch.autograd
     seeding: Any = torch
@@ -526,7 +524,6 @@ def plain_kernels(backward_inside: Callable[..., None]) -> Iterator[None]:
     fake_log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback before each error it raises
     try:
         fake_log.disabled = True
-        distribution._validate_args = False
         autograd.backward = lambda *args, **kwargs: (backward_inside if here() else backward)(*args, **kwargs)
         random.manual_seed = lambda number: (refuse_seed if here() else seed)(number)
         seeding.manual_seed = lambda number: (refuse_seed if here() else outer_seed)(number)
@@ -554,4 +551,3 @@ def plain_kernels(backward_inside: Callable[..., None]) -> Iterator[None]:
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
         effects.has_effects = has_effects
-        distribution._validate_args = validate

@@ -217,7 +217,7 @@ ELSEWHERE: dict[str, Callable[[], Any]] = {
     "width of integers in jax": lambda: str(jax.numpy.arange(3).dtype) == "int32",
 }
 _ELSEWHERE_WRONG = dict.fromkeys(
-    ("distributions check their arguments", "mkldnn", "fast path of attention", "flash attention"),
+    ("mkldnn", "fast path of attention", "flash attention"),
     "a trace turns switches of torch for all threads",
 )
 

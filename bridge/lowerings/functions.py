@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import TraceError, user_line
 from ..torch_internals import is_functorch_wrapped_tensor
+from .distributions import is_all_true, item
 
 
 def embedding_bag(
@@ -334,6 +335,15 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return (classes.index_select(0, tensor.reshape(-1)).reshape(tensor.shape).unsqueeze(-1) == classes).long()
 
 
+def setitem(tensor: Tensor, index: Any, value: Any) -> None:
+    """As ``tensor[index] = value``, which asks for the value of a mask that is one number."""
+    if not isinstance(index, Tensor) or index.dtype != torch.bool or index.dim():
+        tensor[index] = value
+        return
+    new = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device).expand(1, *tensor.shape)[0]
+    tensor.copy_(torch.where(index, new, tensor))
+
+
 def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """As ``copy.deepcopy`` of a tensor, which copies memory."""
     if not tensor.is_leaf:
@@ -423,5 +433,8 @@ REPLACEMENTS: dict[Any, Any] = {
     torch._C._nn.hardsigmoid: hardsigmoid,
     torch._C._nn.hardsigmoid_: functools.partial(hardsigmoid, inplace=True),
     F.one_hot: one_hot,
+    torch._is_all_true: is_all_true,
+    torch.Tensor.item: item,
+    torch.Tensor.__setitem__: setitem,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
 }
