@@ -25,15 +25,13 @@ class _Asked:
     error: Callable[[int, int | None], Exception]
 
 
-OUTSIDE_OF_SUPPORT = (
-    "a parameter of a distribution does not satisfy its constraint, or a value lies outside of the support "
-    "(validate_args=False turns the check off)"
-)
+OUTSIDE_OF_SUPPORT = "outside of what a distribution takes (validate_args=False turns the check off)"
 
 
 def asserted(message: str = "Expected Tensor with single nonzero value, but got zero") -> Condition:
     """A flag that has to be set: ``torch._assert_async``."""
-    return _Asked(lambda flag: flag != 0, _says(message, ValueError if message == OUTSIDE_OF_SUPPORT else RuntimeError))
+    kind = ValueError if message.startswith(OUTSIDE_OF_SUPPORT) else RuntimeError
+    return _Asked(lambda flag: flag != 0, _says(message, kind))
 
 
 def factorised(name: str, is_matrix: bool) -> Condition:
@@ -86,6 +84,9 @@ _WEIGHTS = _Asked(
 )
 _SUM = _Asked(lambda p: p.sum(-1) != 0, _says("invalid multinomial distribution (sum of probabilities <= 0)"))
 
+_DIVISOR = _Asked(lambda divisor: divisor != 0, _says("ZeroDivisionError: whole numbers are divided by zero"))
+_DIVIDING = (aten.floor_divide, aten.remainder, aten.fmod)
+
 # The conditions that an op asks of its arguments, by their place.
 _REQUIRED: dict[Any, list[tuple[int, Condition]]] = {
     aten.bernoulli.default: [(0, _PROBABILITY)],
@@ -124,10 +125,22 @@ def required(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple
     if op is aten.repeat_interleave.Tensor:
         size = kwargs.get("output_size")
         return [(args[0], _Asked(lambda n: n.sum(-1) == size, _says("allocated size does not match required size")))]
+    if _divides_integers(op, args, kwargs):
+        if isinstance(args[1], torch.Tensor):
+            return [(args[1], _DIVISOR)]
+        if args[1] == 0 and args[0].numel():
+            raise _DIVISOR.error(0, None)
     if kwargs.get("hermitian"):  # by eigenvalues, which may be NaN
         return []
     asked = [(args[i], condition) for i, condition in _REQUIRED.get(op, ()) if i < len(args)]
     return [(tensor, condition) for tensor, condition in asked if isinstance(tensor, torch.Tensor)]
+
+
+def _divides_integers(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    packet = getattr(op, "overloadpacket", None)
+    if packet not in _DIVIDING and not (packet is aten.div and kwargs.get("rounding_mode")):
+        return False
+    return not any(x.is_floating_point() if isinstance(x, torch.Tensor) else isinstance(x, float) for x in args[:2])
 
 
 def watched(checks: Sequence[Check], read: Callable[[Any], Any], results: list[Any]) -> list[Any]:

@@ -23,6 +23,7 @@ from .checks import Condition
 from .conditions import Check, asserted, factorised, reports_failure, required
 from .errors import TraceError, calling_object, noting_line, user_line
 from .graph import Const, Meta, Node, Ref, Value
+from .kernels import kernel_dtype
 from .lowerings import has_lowering
 from .lowerings.half import HALF, IN_FLOAT32
 from .values import jax_dtype
@@ -143,6 +144,8 @@ class Recorder(ti.TorchDispatchMode):
                 f"{user_line()}: {func} reads a captured tensor that could not be made an input; pass it in."
             )
         self._refuse_values(func, kwargs)
+        with noting_line():
+            dtype = kernel_dtype(func, args, kwargs, tensors)
         if func in _ALIASES:
             return self._alias(args[0])
         if func is aten.is_same_size.default:
@@ -153,7 +156,9 @@ class Recorder(ti.TorchDispatchMode):
             return self._check(args[0], asserted(*args[1:]))
         if reports_failure(func, args, kwargs):
             return self._factor_with_check(func, args, {**kwargs, "check_errors": False})
-        for tensor, condition in required(func, args, kwargs):
+        with noting_line():
+            conditions = required(func, args, kwargs)
+        for tensor, condition in conditions:
             self._check(tensor, condition)
         if func.overloadpacket in _STRIDED:
             self._check_within(func, args, kwargs)
@@ -167,7 +172,12 @@ class Recorder(ti.TorchDispatchMode):
             return self._of_nothing(func, args, kwargs)
         try:
             decomposed = self._decompose(func, args, kwargs, random)
-            return self._record(func, args, kwargs, tensors, random) if decomposed is NotImplemented else decomposed
+            if decomposed is NotImplemented:
+                return self._record(func, args, kwargs, tensors, random)
+            if isinstance(decomposed, torch.Tensor) and decomposed.dtype != (dtype or decomposed.dtype):
+                with self:
+                    return decomposed.to(dtype)
+            return decomposed
         except ZeroDivisionError:
             if all(t.numel() for t in tensors):
                 raise

@@ -19,8 +19,6 @@ from .side_effects import Watched, constants_left, first_replaced, is_value, ten
 if TYPE_CHECKING:
     from .tracing import _Made
 
-_SOMETHING = "something that it captures (a set, the order of a dict, the class of an object)"
-
 
 def check_second_call(
     first: _Made,
@@ -39,7 +37,7 @@ def check_second_call(
     changed = [] if flat.mode.once else [walk.places[e.place].name(e.key) for e in flat.effects]
     changed += [slot[1] for slot, _ in appended]
     if not (flat.mode.once or is_repeatable):
-        changed.append(_SOMETHING)
+        changed.append("something that it captures (a set, the order of a dict, the class of an object)")
     if not isinstance(one, TorchFunction) or not (changed or any(s.is_read or not s.is_same for s in flat.scratch)):
         return []  # the first call has started from such a state
     blanks: list[torch.Tensor] = []
@@ -62,12 +60,13 @@ def check_second_call(
         with known_as_constants(tables):
             second = trace(again)
         if not flat.mode.once:
-            moving += [again.places[e.place].name(e.key) for e in second.flat.effects if is_value(e.after)]
+            values = [(again.places[e.place], e.key) for e in second.flat.effects if is_value(e.after)]
+            moving += [place.name(key) for place, key in values if not place.is_library]
             moving += [name for (owner, name), _ in appended if isinstance(owner, type)]  # others are logs
             for container, length in lengths:
                 del container[length:]
             if read_count() == names_known and walk_again().key != again.key:
-                moving += start.changed() or [_SOMETHING]
+                moving += start.changed()
             before = second.leave(again)
             left += before
             tables += constants_left(second.flat.effects, again.places)

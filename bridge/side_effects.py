@@ -152,11 +152,11 @@ class Watched:
         return None
 
     def changed(self) -> list[str]:
-        """The places and sets that hold something else now."""
+        """The places, but a library's own, and the sets that hold something else now."""
         found = [
             self.places[number].label if self.places[number].is_sequence else self.places[number].name(key)
             for number, key, old, new in self._changes()
-            if type(old) is not type(new) or repr(old) != repr(new)
+            if not self.places[number].is_library and (type(old) is not type(new) or repr(old) != repr(new))
         ]
         return found + [name for name, members, started in self._sets if members != started]
 

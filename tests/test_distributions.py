@@ -55,7 +55,7 @@ def test_what_eager_torch_refuses_is_refused_at_each_call(name: str) -> None:
     with pytest.raises(ValueError, match=r"to satisfy the constraint|within the support|to be positive|invalid values"):
         fun(wrong)
     call(right)
-    with pytest.raises(ValueError, match=r"test_distributions.py:\d+: a parameter of a distribution does not"):
+    with pytest.raises(ValueError, match=r"test_distributions.py:\d+: outside of what a distribution takes "):
         call(wrong)
     call(right)
 
@@ -63,9 +63,9 @@ def test_what_eager_torch_refuses_is_refused_at_each_call(name: str) -> None:
 def test_one_wrong_example_is_found() -> None:
     grads = mt.micro_grad(lambda s, x: D.Exponential(s).log_prob(x).sum(), microbatch_size=2)
     grads(t(2.0), torch.ones(4))
-    with pytest.raises(ValueError, match="outside of the support"):
+    with pytest.raises(ValueError, match="outside of what a distribution takes"):
         grads(t(2.0), t([1.0, 1.0, -1.0, 1.0]))
-    with pytest.raises(ValueError, match="outside of the support"):
+    with pytest.raises(ValueError, match="outside of what a distribution takes"):
         mt.micro_grad(lambda s, x: (s * D.Normal(0.0, t(-1.0)).log_prob(x)).sum())(t(2.0), torch.ones(4))
 
 
@@ -79,7 +79,7 @@ def _checks_are_on_again() -> Iterator[None]:
 def test_checks_that_are_switched_off_stay_off() -> None:
     call = _through(lambda s: D.Normal(0.0, s).log_prob(ONES))
     assert _through(lambda s: D.Normal(0.0, s, validate_args=False).log_prob(ONES))(t(-1.0)).isnan().all()
-    with pytest.raises(ValueError, match="does not satisfy its constraint"):
+    with pytest.raises(ValueError, match=r"outside of what .*: scale of Normal"):
         call(t(-1.0))
     D.Distribution.set_default_validate_args(False)
     assert call(t(-1.0)).isnan().all()

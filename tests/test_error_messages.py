@@ -193,6 +193,32 @@ def an_unknown_reduction() -> Any:
 
 
 @mistake
+def a_module_in_place_of_parameters() -> Any:
+    return mt.clipped_grad(lambda net, x: net(x).sum(), l2_clip_norm=1.0)(NET, X)  # mark
+
+
+@mistake
+def bytes_that_a_layer_does_not_take() -> Any:
+    return _call(lambda x: F.linear(x, torch.ones(2, 3)), torch.ones(2, 3, dtype=torch.uint8))  # mark
+
+
+@mistake
+def whole_numbers_in_a_softmax() -> Any:
+    return _call(lambda x: F.softmax(x, -1), torch.tensor([1, 2, 3]))  # mark
+
+
+@mistake
+def a_division_by_zero() -> Any:
+    return _call(lambda x: 7 // x, torch.tensor([1, 0]))  # mark
+
+
+@mistake
+def lengths_that_do_not_fit() -> Any:
+    targets = torch.ones(1, 2, dtype=torch.long)
+    return _call(lambda x: F.ctc_loss(x.log_softmax(-1), targets, [9], [2]), torch.ones(5, 1, 3))  # mark
+
+
+@mistake
 def shapes_that_do_not_match() -> Any:
     return _call(lambda x: x @ torch.ones(4, 2), torch.ones(2, 3))  # mark
 

@@ -314,6 +314,8 @@ def clipped_backward(
     >>> model.weight.grad, aux.grad_norms
     (tensor([[0.3000, 0.6500]]), tensor([5.0000, 0.5000]))
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; loss_fn comes second.")
     if noise_multiplier < 0:
         raise ValueError(f"noise_multiplier must not be negative, got {noise_multiplier}.")
     if expected_batch_size is not None and not expected_batch_size > 0:

@@ -14,6 +14,7 @@ from .. import jax_impl
 from ..bridge import lift
 from ..bridge.calling import only_maps
 from ..bridge.differentiation import torch_call_p, torch_linear_p
+from ..bridge.errors import user_line
 from ..bridge.lifting import to_jax_callable
 from ..bridge.trees import Rows, flatten, to_jax_tree, without_rows
 from ..bridge.values import jax_dtype
@@ -404,6 +405,11 @@ def frozen_flags(fun: Fun, wanted: Sequence[int], args: Any, kwargs: Any) -> tup
         place = place_of(fun, position, args, kwargs)
         value = args[place] if isinstance(place, int) else kwargs[place] if place is not None else ()
         leaves = jax.tree.leaves(to_jax_tree(value))
+        if any(isinstance(x, torch.nn.Module) for x in leaves):
+            raise TypeError(
+                f"{user_line()}: a module is no argument to differentiate: pass dict(module.named_parameters()), and "
+                "call the module by torch.func.functional_call(module, params, args); or use clipped_backward."
+            )
         flags.append(tuple(isinstance(x, torch.nn.Parameter) and not x.requires_grad for x in leaves))
     return tuple(flags)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,13 @@ def view_as_complex(x: Array) -> Array:
 def complex_(real: Array, imag: Array) -> Array:
     real, imag = jnp.broadcast_arrays(real, imag)
     return jax.lax.complex(real, imag)
+
+
+@lowering("aten._fft_c2r")
+def real_from_half_spectrum(x: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
+    """torchax takes an even last size for granted where there are several axes."""
+    sizes = [x.shape[d] for d in dim[:-1]] + [last_dim_size]
+    return jnp.fft.irfftn(x, sizes, dim, ("forward", "ortho", "backward")[normalization])
 
 
 @lowering("aten._neg_view", "aten._neg_view_copy")

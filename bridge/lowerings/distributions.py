@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import constraints, continuous_bernoulli, geometric
+from torch.nn.modules.transformer import _detect_is_causal_mask
 
 from ..conditions import OUTSIDE_OF_SUPPORT
 from ..torch_internals import FunctionalTensor
@@ -24,17 +25,30 @@ _FUNCTIONAL = sys.modules[FunctionalTensor.__module__].__file__ or ""
 
 def is_all_true(flags: Tensor) -> bool:
     """As ``torch._is_all_true``, by which ``Distribution`` checks parameters and values."""
+    asked = _asking()
+    message = OUTSIDE_OF_SUPPORT
+    if asked is not None and isinstance(asked.f_locals.get("self"), torch.distributions.Distribution):
+        what = asked.f_locals.get("param", "the value")
+        message = f"{OUTSIDE_OF_SUPPORT}: {what} of {type(asked.f_locals['self']).__name__}"
     try:
-        torch._assert_async(flags.all(), OUTSIDE_OF_SUPPORT)
+        torch._assert_async(flags.all(), message)
     except RuntimeError as error:  # of constants, which are checked at once
-        raise ValueError(OUTSIDE_OF_SUPPORT) from error
+        raise ValueError(message) from error
     return True
 
 
-def item(tensor: Tensor) -> Any:
-    """As ``tensor.item()``, by which ``bool`` asks a tensor of a recording: it has a value in these checks alone."""
+def _asking() -> types.FrameType | None:
+    """The frame of torch's that asks."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((*OWN, _FUNCTIONAL)):
         frame = frame.f_back
-    is_check = frame is not None and frame.f_code.co_filename in _ASKING
-    return is_all_true(tensor) if is_check else tensor.item()
+    return frame
+
+
+def item(tensor: Tensor) -> Any:
+    """As ``tensor.item()``, by which ``bool`` asks a tensor of a recording: where the answer is known."""
+    frame = _asking()
+    code = frame.f_code if frame is not None else None
+    if code is _detect_is_causal_mask.__code__:
+        return False  # the mask is used as it is
+    return is_all_true(tensor) if code is not None and code.co_filename in _ASKING else tensor.item()

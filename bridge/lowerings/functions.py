@@ -154,6 +154,9 @@ def ctc_loss(
     labels = torch.as_tensor(target_lengths).reshape(-1)
     if targets.dim() == 1:  # the labels of all rows, one after another
         targets = torch.nn.utils.rnn.pad_sequence(targets.split(labels.tolist()), batch_first=True)
+    for name, lengths, most in (("input", steps, log_probs.shape[0]), ("target", labels, targets.shape[1])):
+        fits = (lengths >= 0) & (lengths <= most)
+        torch._assert_async(fits.all(), f"ctc_loss: Expected {name}_lengths to have values from 0 to {most}")
     loss, _ = _Ctc.apply(log_probs, targets, steps, labels, blank, zero_infinity)
     if reduction == "mean":
         return (loss / labels.clamp(min=1)).mean()

@@ -286,3 +286,21 @@ def ormqr(a: Array, tau: Array, other: Array, left: bool = True, transpose: bool
 def ldl_factor(a: Array, **kwargs: Any) -> Any:
     """torchax goes by way of Cholesky's factors, which an indefinite matrix does not have."""
     raise NotImplementedError("JAX has no factorisation with pivoting of an indefinite matrix")
+
+
+def _of_groups(rows: Array, ends: Array) -> Array:
+    """The rows of each group, ``[groups, rows, ...]``, those of others zero; a group ends where the next begins."""
+    group = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
+    return jnp.where((group == jnp.arange(ends.size)[:, None])[..., None], rows, 0)
+
+
+@lowering("transformers.grouped_mm_fallback")
+def product_of_groups(rows: Array, weights: Array, ends: Array) -> Array:
+    """The layers of a mixture of experts, where transformers cannot take ``torch.nn.functional.grouped_mm``."""
+    return jnp.einsum("gri,gio->ro", _of_groups(rows, ends), weights)
+
+
+@lowering("transformers.grouped_mm_fallback_backward")
+def gradients_of_groups(rows: Array, weights: Array, ends: Array, g: Array) -> tuple[Array, Array]:
+    own = _of_groups(g, ends)
+    return jnp.einsum("gro,gio->ri", own, weights), jnp.einsum("ri,gro->gio", rows, own)
