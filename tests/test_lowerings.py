@@ -80,6 +80,17 @@ def test_grouped_transposed_convolution_has_second_derivatives_and_maps() -> Non
 SYMMETRIC = (lambda a: a + a.T)(_randn(4, 4))
 INDEX = torch.tensor([2, 0, 2])
 MASK = torch.tensor([[True, False, True], [False, True, True]])
+CAUSAL = torch.nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+OTHERS = torch.where(torch.eye(3, dtype=torch.bool), 0.0, -1.0).double()
+
+
+def _encoder(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    layer = torch.nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, dtype=torch.float64)
+    encoder = torch.nn.TransformerEncoder(layer, 1)
+    params = {k: torch.full_like(p, 0.1 + 0.05 * i).detach() for i, (k, p) in enumerate(encoder.named_parameters())}
+    return torch.func.functional_call(encoder, params, (x,), {"mask": mask})
+
+
 POINTS = torch.tensor([-8.3, -4.7, -2.5, -0.5, 0.05, 0.3, 1.0, 2.5, 40.0], dtype=torch.float64)
 COUNTS = torch.tensor([1, 2, 0, 3])
 INT = torch.tensor([[1, 2, 4], [3, 5, 7]], dtype=torch.int32)
@@ -110,6 +121,13 @@ LOWERINGS: dict[str, tuple[Fun, tuple[torch.Tensor, ...]]] = {
         for name, own in itertools.product(("prod", "mean", "amax", "amin"), (True, False))
     },
     "index_fill": (lambda x, v: x.index_fill(1, INDEX, v), (_randn(2, 4), _randn())),
+    "irfft2 of odd sizes": (
+        lambda x: (torch.fft.irfft2(torch.complex(x, x), s=(3, 5)), torch.fft.irfftn(torch.complex(x, x), s=(2, 7))),
+        (_randn(3, 4),),
+    ),
+    "mask of an encoder": (_encoder, (_randn(2, 3, 4), OTHERS)),
+    "causal mask of an encoder": (lambda x: _encoder(x, CAUSAL), (_randn(2, 3, 4),)),
+    "captured mask of an encoder": (lambda x: _encoder(x, OTHERS), (_randn(2, 3, 4),)),
     "negative view": (lambda x: torch.view_as_complex(x).conj().imag * 2, (_randn(3, 2),)),
     "pdist": (lambda x: (F.pdist(x), F.pdist(x, 1), F.pdist(x, math.inf), F.pdist(x, 3)), (_randn(4, 3),)),
     "multilabel_margin": (
