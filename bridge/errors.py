@@ -129,9 +129,9 @@ def refuse_tracer(*args: object) -> None:
 def memory_refusal(line: str, what: str) -> TraceError:
     """The error for what asks where the elements of a tensor lie, or for the elements themselves."""
     return TraceError(
-        f"{line}: {what} was asked of a tensor that depends on the arguments, which has no memory while its function "
-        "is traced. Stay in torch ops (torch.stack for a tensor made of tensors), or do this outside and pass the "
-        "result in."
+        f"{line}: {what} was asked of a tensor that depends on the arguments or is captured, which has no memory while "
+        "its function is traced. Stay in torch ops (torch.stack for a tensor made of tensors), or do this outside and "
+        "pass the result in."
     )
 
 

@@ -493,8 +493,9 @@ class Interception(TorchFunctionMode):
         if func in _MEMORY_METHODS:
             raise memory_refusal(user_line(), _MEMORY_METHODS[func])
         raise TraceError(
-            f"{user_line()}: {_VALUE_METHODS[func]} was asked of a tensor that depends on the arguments. A traced "
-            "function runs once and must not depend on values: stay in torch ops, or compute it outside and pass it in."
+            f"{user_line()}: {_VALUE_METHODS[func]} was asked of a tensor that depends on the arguments or is "
+            "captured. A traced function runs once and must not depend on values: stay in torch ops, or compute it "
+            "outside and pass it in."
         )
 
 

@@ -202,9 +202,9 @@ class Recorder(ti.TorchDispatchMode):
                     "the module, or use a layer without running statistics (GroupNorm, LayerNorm)."
                 )
             raise TraceError(
-                f"{user_line()}: a Python number or bool was asked of a tensor that depends on the arguments (.item(), "
-                "int(), bool(), if, while). A traced function runs once and must not depend on values: use "
-                "torch.where, or compute the number outside and pass it in."
+                f"{user_line()}: a Python number or bool was asked of a tensor that depends on the arguments or is "
+                "captured (.item(), int(), bool(), if, while). A traced function runs once and must not depend on "
+                "values: use torch.where, or compute the number outside and pass it in."
             )
         if kwargs.get("generator") is not None:
             raise TraceError(
