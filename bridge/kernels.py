@@ -7,7 +7,7 @@ in a softmax, a product of matrices of two dtypes. XLA would compute something t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,11 +54,18 @@ def _few(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(n if n < 5 else 4 - n % 2 for n in shape)  # even or odd as before: some ops halve an axis
 
 
-def _ask(func: Any, args: Any, kwargs: Any) -> Exception | torch.dtype | None:
-    make: Callable[[torch.Tensor], torch.Tensor] = lambda t: torch.zeros(_few(t.shape), dtype=t.dtype, device="cpu")
+def _ask(func: Any, args: Any, kwargs: Any, wide: bool = False) -> Exception | torch.dtype | None:
+    def make(t: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(_few(t.shape), dtype=torch.int64 if wide and t.dtype == torch.int32 else t.dtype)
+
     try:
-        with ti.no_dispatch():
+        with ti.no_dispatch(), torch.device("cpu"):
             result = func(*ti.map_tensors(make, args), **ti.map_tensors(make, kwargs))
     except Exception as error:  # about the few elements, if not about dtypes
-        return error.with_traceback(None) if _ABOUT_DTYPES.search(str(error)) else None
+        if not _ABOUT_DTYPES.search(str(error)):
+            return None
+        dtypes = {t.dtype for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        if not wide and torch.int32 in dtypes and any(d.is_floating_point for d in dtypes):
+            return _ask(func, args, kwargs, wide=True)  # labels and indices of JAX's
+        return error.with_traceback(None)
     return result.dtype if isinstance(result, torch.Tensor) else None
