@@ -155,16 +155,10 @@ def _out(result: Any) -> Any:
             return _with_compiled(made)
         return _torch_callable(leaf) if inspect.isroutine(leaf) or hasattr(leaf, "__wrapped__") else leaf
 
-    functions = jax.tree.map(_as_partial, result, is_leaf=_holds_arrays)
-    return to_torch_tree(functions, convert)
-
-
-def _holds_arrays(value: Any) -> bool:
-    """Whether a value is a function and a tree of arrays at once, such as the pullback of ``jax.vjp``."""
-    return callable(value) and not jax.tree_util.all_leaves([value])
-
-
-def _as_partial(value: Any) -> Any:
-    if not _holds_arrays(value):
-        return value
-    return functools.partial(as_torch(lambda function, *args, **kwargs: function(*args, **kwargs)), value)
+    if callable(result) and not jax.tree_util.all_leaves([result]):  # such as the pullback of jax.vjp
+        return functools.partial(as_torch(lambda function, *args, **kwargs: function(*args, **kwargs)), result)
+    if type(result) in (tuple, list):
+        return type(result)(map(_out, result))
+    if type(result) is dict:
+        return {key: _out(value) for key, value in result.items()}
+    return to_torch_tree(result, convert)

@@ -34,6 +34,14 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _checks_are_on() -> Iterator[None]:
+    before = D.Distribution._validate_args  # torch.compile switches them off for good
+    D.Distribution.set_default_validate_args(True)
+    yield
+    D.Distribution.set_default_validate_args(before)
+
+
 def _through(fun: Any) -> Any:
     return as_torch(as_jax(fun))
 
@@ -69,13 +77,6 @@ def test_one_wrong_example_is_found() -> None:
         mt.micro_grad(lambda s, x: (s * D.Normal(0.0, t(-1.0)).log_prob(x)).sum())(t(2.0), torch.ones(4))
 
 
-@pytest.fixture
-def _checks_are_on_again() -> Iterator[None]:
-    yield
-    D.Distribution.set_default_validate_args(True)
-
-
-@pytest.mark.usefixtures("_checks_are_on_again")
 def test_checks_that_are_switched_off_stay_off() -> None:
     call = _through(lambda s: D.Normal(0.0, s).log_prob(ONES))
     assert _through(lambda s: D.Normal(0.0, s, validate_args=False).log_prob(ONES))(t(-1.0)).isnan().all()

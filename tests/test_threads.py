@@ -165,7 +165,7 @@ def _backward_of_torch_autograd() -> bool:
 
 def _validates() -> bool:
     try:
-        torch.distributions.Categorical(probs=torch.tensor([-1.0, 2.0]))
+        torch.distributions.Categorical(probs=torch.tensor([-1.0, 2.0]), validate_args=True)
     except ValueError:
         return True
     return False
