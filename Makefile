@@ -45,8 +45,8 @@ test: $(STAMPS)/test $(STAMPS)/examples
 install: $(STAMPS)/test
 
 # What a release of torch or JAX changes shows here first.
-CUT := as_jax as_torch autograd checkpoints clipping global_state lift lowerings microbatching operator_edges packaging \
-	readme scanning threads torch_clipping
+CUT := as_jax as_torch autograd checkpoints clipping distributions global_state kernels lift lowerings microbatching \
+	operator_edges packaging readme scanning threads torch_clipping
 
 cut: install
 	$(PIP) list | grep -E '^(torch|torchax|jax|jaxlib|numpy) '
