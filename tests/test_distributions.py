@@ -80,7 +80,7 @@ def test_one_wrong_example_is_found() -> None:
 def test_checks_that_are_switched_off_stay_off() -> None:
     call = _through(lambda s: D.Normal(0.0, s).log_prob(ONES))
     assert _through(lambda s: D.Normal(0.0, s, validate_args=False).log_prob(ONES))(t(-1.0)).isnan().all()
-    with pytest.raises(ValueError, match=r"outside of what .*: scale of Normal"):
+    with pytest.raises(ValueError, match="outside of what a distribution takes"):
         call(t(-1.0))
     D.Distribution.set_default_validate_args(False)
     assert call(t(-1.0)).isnan().all()
