@@ -149,8 +149,9 @@ def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: in
     grads = flatten_with_names(main.output[-1], "")[0]
     flags = summed_outputs((*joined, AccumulationType.SUM), main)
     by_factors = Factored(main.closed, batch.axes, flags, in_loop=False)
-    paths = by_factors.program.paths[-len(grads) :] if grads else []
-    held = [1 if alone else rows for alone in by_factors.is_kept_for_one()[-len(grads) :]]
+    own = slice(len(by_factors.program.paths) - len(grads), None)
+    paths = by_factors.program.paths[own]
+    held = [1 if alone else rows for alone in by_factors.is_kept_for_one()[own]]
     return Explanation(
         {name: path for (name, _), path in zip(grads, paths, strict=True)},
         {name: int(g.size) * g.dtype.itemsize * rows for name, g in grads},

@@ -106,6 +106,11 @@ def test_models_keep_one_gradient_at_a_time(name):
     assert all(16 * explanation.kept_bytes[k] == explanation.dense_bytes[k] for k in materialised)
 
 
+def test_nothing_to_differentiate_is_explained_as_nothing():
+    explanation = micro_grad(lambda p, x: x.sum()).explain({}, jnp.ones((4, 2)))
+    assert explanation.paths == explanation.dense_bytes == explanation.kept_bytes == {}
+
+
 def loss_of(p, x):
     return jnp.sum(jnp.tanh(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]) ** 2)
 
