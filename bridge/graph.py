@@ -107,6 +107,11 @@ class Node:
     draw: int | None
     line: str
 
+    @property
+    def name(self) -> str:
+        """The op's, without namespace and overload; empty for what is no op of torch's."""
+        return getattr(getattr(self.op, "overloadpacket", None), "__name__", "")
+
     def refs(self) -> Iterable[int]:
         return (leaf.node for leaf in self.leaves if type(leaf) is Ref)
 
@@ -206,7 +211,7 @@ class Graph:
             assert node is not None
             leaves = tuple((same.get(x.node, x.node), x.item) if type(x) is Ref else repr(x) for x in node.leaves)
             same[i] = first.setdefault((node.op, leaves, node.draw), i)
-            if same[i] < start <= i and not _is_view(node.op) and not _is_own_derivative(node.op):
+            if same[i] < start <= i and not _is_view(node.op) and node.name not in _OWN_DERIVATIVES:
                 return True
         return False
 
@@ -307,10 +312,8 @@ def _same_array(one: np.ndarray, two: np.ndarray) -> bool:
     return (one.dtype, one.shape) == (two.dtype, two.shape) and one.tobytes() == two.tobytes()
 
 
-def _is_own_derivative(op: Any) -> bool:
-    """Whether torch's derivatives of simple ops are made of this one: of a quotient, a sine, an absolute value."""
-    name = getattr(getattr(op, "overloadpacket", None), "__name__", "")
-    return name in ("div", "sin", "cos", "sinh", "cosh", "sgn")
+# torch's derivatives of simple ops are made of these: of a quotient, a sine, an absolute value.
+_OWN_DERIVATIVES = ("div", "sin", "cos", "sinh", "cosh", "sgn")
 
 
 def _is_view(op: Any) -> bool:

@@ -79,7 +79,7 @@ class _Half:
                 return True
         elif self.present.isdisjoint(read):
             self.absent.add(i)
-            return not (self.has_own and _name(node) in _JOINS and any(map(self._is_other, leaves)))
+            return not (self.has_own and node.name in _JOINS and any(map(self._is_other, leaves)))
         else:
             without = self._without(node)
             if without is None:
@@ -90,7 +90,7 @@ class _Half:
         return True
 
     def _without(self, node: Node) -> Node | None:
-        name = _name(node)
+        name = node.name
         if name == "add" and node.leaves[2:] in ((), (1,)):  # autograd adds up what comes from several outputs
             one, other = node.leaves[:2]
             kept = other if self.is_absent(one) else one
@@ -121,10 +121,6 @@ class _Half:
             return None
         node = self.nodes[leaf.node]
         return self.metas.get(leaf.node) if node is None else node.results[leaf.item or 0]
-
-
-def _name(node: Node) -> str:
-    return getattr(getattr(node.op, "overloadpacket", None), "__name__", "")
 
 
 @dataclasses.dataclass(frozen=True)

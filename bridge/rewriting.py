@@ -56,7 +56,7 @@ def barriers(nodes: Sequence[Node | None], outputs: Sequence[Value]) -> tuple[di
         meta = None if node is None or not node.single else node.results[0]
         if node is None or meta is None or not meta.differentiable:
             continue
-        name = getattr(getattr(node.op, "overloadpacket", None), "__name__", "")
+        name = node.name
         seen = [_seen(leaf, tags) for leaf in node.leaves[:2]]
         if places := list(_guarded(name, node, *seen, *[_NOTHING] * (2 - len(seen)))):
             found[i] = places

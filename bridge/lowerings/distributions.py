@@ -1,7 +1,8 @@
 """The checks of ``torch.distributions``: a program makes them in each call.
 
 torch asks for the truth of whether all parameters satisfy their constraints and all values lie in the support, and
-raises where they do not. In a recording the answer is yes, and the question becomes a check of the program.
+raises where they do not. In a recording the answer is yes, and the question becomes a check of the program. (One other
+question of torch's has an answer too: whether the mask of an encoder is the causal one.)
 """
 
 from __future__ import annotations
