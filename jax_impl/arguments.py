@@ -69,6 +69,16 @@ class Arguments:
             raise ValueError(f"{option}={target} is out of range: fun takes {count} positional arguments ({takes}).")
         return target % count if target < 0 and not self.open_positions else target
 
+    def batch(self, batch_argnums: Any) -> list[Slot]:
+        """The positions of the batch: none where ``fun`` takes its parameters by position and all else by keyword only.
+
+        What a call passes by keyword only is a batch without being named.
+        """
+        by_keyword = self.open_names or len(self.names) > len(self.positional)
+        if batch_argnums == 1 and len(self.positional) == 1 and by_keyword and not self.open_positions:
+            return []
+        return [self.check("batch_argnums", i) for i in indices("batch_argnums", batch_argnums)]
+
     def slot(self, option: str, target: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Slot | None:
         """Where this call holds the argument; None for one that was left at its default."""
         if isinstance(target, str):

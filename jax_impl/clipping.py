@@ -275,7 +275,8 @@ def clipped_grad(
             part is then clipped by itself. A traced one that turns out not to be positive gives NaN.
         rescale_to_unit_norm: Divide by the clip norm, so that the largest norm is 1.
         normalize_by: Divide the sum by this, for instance the expected batch size.
-        batch_argnums: The positions of the arguments that hold the batch, on axis 0.
+        batch_argnums: The positions of the arguments that hold the batch, on axis 0. Arrays that ``fun`` takes by
+            keyword only are a batch too; ``()`` where there are no others.
         keep_batch_dim: Whether ``fun`` expects a batch axis. If so, an axis of length 1 that auxiliary output has in
             the second place is dropped.
         return_values: Whether to return the losses.
@@ -318,12 +319,10 @@ def clipped_grad(
     options = Options.checked(microbatch_size, remainder, partition, None)
     arguments = Arguments.of(fun)
     wanted = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
-    batched = [arguments.check("batch_argnums", i) for i in indices("batch_argnums", batch_argnums)]
+    batched = arguments.batch(batch_argnums)
     keys = (
         [] if prng_argnum is None else [arguments.check("prng_argnum", i) for i in indices("prng_argnum", prng_argnum)]
     )
-    if not batched:
-        raise ValueError("batch_argnums must name at least one argument.")
     if set(wanted) & {*batched, *keys}:
         raise ValueError(
             f"argnums={argnums} and batch_argnums={batch_argnums} or prng_argnum={prng_argnum} name the same argument. "

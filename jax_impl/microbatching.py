@@ -285,7 +285,8 @@ def micro_grad(
         fun: The loss.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
         argnums: The positions of the arguments to differentiate.
-        batch_argnums: The positions of the arguments that hold the batch, on axis 0.
+        batch_argnums: The positions of the arguments that hold the batch, on axis 0. Arrays that ``fun`` takes by
+            keyword only are a batch too; ``()`` where there are no others.
         keep_batch_dim: Whether ``fun`` expects a batch axis.
         microbatch_size: Examples of a microbatch; None for all at once.
         accumulator: How to join the transformed gradients: ``SUM`` (the default), ``MEAN`` over the examples that
@@ -322,7 +323,7 @@ def micro_grad(
     accumulator = checked_tree(accumulator)
     arguments = Arguments.of(fun)
     wanted = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
-    batched = [arguments.check("batch_argnums", i) for i in indices("batch_argnums", batch_argnums)]
+    batched = arguments.batch(batch_argnums)
 
     def prepared(args: tuple[Any, ...], kwargs: dict[str, Any], raw: bool) -> tuple[Function, Any, Any]:
         """The program of one example, which also returns the bare gradients if asked to; the batch; see example."""

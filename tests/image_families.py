@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,25 @@ def _torchvision(build: Callable[[Any], nn.Module], size: int = 32, key: str | N
     return make
 
 
-def _timm(name: str, size: int = 32, **fields: Any) -> Any:
+def _timm(name: str, size: int = 32, kind: str | None = None, **fields: Any) -> Any:
+    """A registered model; or, where the registered ones cannot be made smaller, the class ``kind`` of module ``name``.
+
+    Fields of such a class may be names of classes in its module.
+    """
+
     def make() -> tuple[nn.Module, int, str | None]:
         import timm
 
-        return timm.create_model(name, num_classes=5, **fields), size, None
+        if kind is None:
+            return timm.create_model(name, num_classes=5, **fields), size, None
+        module = importlib.import_module(f"timm.models.{name}")
+
+        def named(field: Any) -> Any:
+            if isinstance(field, tuple):
+                return tuple(map(named, field))
+            return getattr(module, field) if isinstance(field, str) else field
+
+        return getattr(module, kind)(num_classes=5, **{k: named(v) for k, v in fields.items()}), size, None
 
     return make
 
@@ -93,44 +108,94 @@ _FAMILIES: dict[str, Callable[[], tuple[nn.Module, int, str | None]]] = {
     "timm Swin": _timm(
         "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=8, depths=(2, 2), num_heads=(1, 2)
     ),
-    "timm PiT": _timm("pit_ti_224", 224),
-    "timm LeViT": _timm("levit_128s", 64, img_size=64),
+    "timm PiT": _timm("pit_ti_224", 64, img_size=64, base_dims=(8, 8, 8), depth=(1, 1, 1), heads=(1, 2, 4)),
+    "timm LeViT": _timm(
+        "levit_128s", 64, img_size=64, embed_dim=(16, 24, 32), depth=(1, 1, 1), num_heads=(1, 2, 2), key_dim=8
+    ),
     "timm Twins": _timm("twins_svt_small", 64, img_size=64, embed_dims=(8, 8, 16, 16), depths=(1, 1, 1, 1)),
-    "timm VOLO": _timm("volo_d1_224", 64, img_size=64),
-    "timm CoaT": _timm("coat_lite_tiny", 64, img_size=64),
+    "timm VOLO": _timm(
+        "volo",
+        64,
+        kind="VOLO",
+        img_size=64,
+        stem_hidden_dim=8,
+        layers=(1, 1, 1, 1),
+        embed_dims=(8, 16, 16, 16),
+        num_heads=(1, 2, 2, 2),
+    ),
+    "timm CoaT": _timm("coat_lite_tiny", 64, img_size=64, embed_dims=(16, 16, 16, 16), serial_depths=(1, 1, 1, 1)),
     "timm MobileViT": _timm("mobilevit_xxs", 64),
-    "timm EdgeNeXt": _timm("edgenext_xx_small", 64),
+    "timm EdgeNeXt": _timm("edgenext_xx_small", 64, dims=(8, 16, 16, 16), depths=(1, 1, 1, 1), heads=(2, 2, 2, 2)),
     "timm ConvNeXt": _timm("convnext_atto", dims=(8, 8, 16, 16), depths=(1, 1, 1, 1)),
-    "timm Mixer": _timm("mixer_s16_224", img_size=32),
-    "timm gMLP": _timm("gmlp_ti16_224", img_size=32),
-    "timm ResMLP": _timm("resmlp_12_224", img_size=32),
+    "timm Mixer": _timm("mlp_mixer", kind="MlpMixer", img_size=32, embed_dim=16, num_blocks=2),
+    "timm gMLP": _timm(
+        "mlp_mixer",
+        kind="MlpMixer",
+        img_size=32,
+        embed_dim=16,
+        num_blocks=2,
+        mlp_ratio=6,
+        block_layer="SpatialGatingBlock",
+        mlp_layer="GatedMlp",
+    ),
+    "timm ResMLP": _timm(
+        "mlp_mixer",
+        kind="MlpMixer",
+        img_size=32,
+        embed_dim=16,
+        num_blocks=2,
+        mlp_ratio=4,
+        block_layer="ResBlock",
+        norm_layer="Affine",
+    ),
     "timm ResNet-T": _timm("resnet10t", channels=(8, 8, 16, 16), stem_width=8),
-    "timm ResNeSt": _timm("resnest14d", 64),
-    "timm Res2Net": _timm("res2net50_14w_8s", 32, layers=(1, 1, 1, 1)),
+    "timm ResNeSt": _timm("resnest14d", 64, stem_width=8, channels=(8, 8, 16, 16)),
+    "timm Res2Net": _timm("res2net50_14w_8s", 32, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16)),
     "timm SEResNet": _timm("seresnet18", channels=(8, 8, 16, 16)),
-    "timm NF-ResNet": _timm("nf_resnet26"),
-    "timm NFNet": _timm("nfnet_l0", 64),
+    "timm NF-ResNet": _timm("nf_resnet26", depths=(1, 1, 1, 1), channels=(8, 8, 16, 16)),
+    "timm NFNet": _timm("nfnet_l0", 64, depths=(1, 1, 1, 1), channels=(16, 16, 16, 16), group_size=8),
     "timm RepVGG": _timm("repvgg_a0", 64),
     "timm GhostNet": _timm("ghostnet_050", 64),
     "timm MobileNetV4": _timm("mobilenetv4_conv_small_035", 64),
     "timm EfficientNet": _timm("efficientnet_lite0", 64),
     "timm HRNet": _timm("hrnet_w18_small", 64),
-    "timm DLA": _timm("dla46_c", 64),
+    "timm DLA": _timm("dla46_c", 64, levels=(1, 1, 1, 1, 1, 1), channels=(8, 8, 16, 16, 16, 16)),
     "timm DenseNet": _timm("densenet121", 64, growth_rate=4, block_config=(2, 2)),
-    "timm ConvMixer": _timm("convmixer_768_32", 64),
-    "timm PoolFormer": _timm("poolformer_s12", 64),
-    "timm CAFormer": _timm("caformer_s18", 64),
-    "timm FocalNet": _timm("focalnet_tiny_srf", 64),
+    "timm ConvMixer": _timm("convmixer", 64, kind="ConvMixer", dim=16, depth=2),
+    "timm PoolFormer": _timm(
+        "metaformer",
+        64,
+        kind="MetaFormer",
+        depths=(1, 1, 1, 1),
+        dims=(8, 8, 16, 16),
+        mlp_act=nn.GELU,
+        mlp_bias=True,
+        layer_scale_init_values=0.1,
+        res_scale_init_values=None,
+        use_mlp_head=False,
+    ),
+    "timm CAFormer": _timm(
+        "metaformer",
+        64,
+        kind="MetaFormer",
+        depths=(1, 1, 1, 1),
+        dims=(8, 8, 32, 32),
+        token_mixers=("SepConv", "SepConv", "Attention", "Attention"),
+        norm_layers=("LayerNorm2dNoBias",) * 2 + ("LayerNormNoBias",) * 2,
+    ),
+    "timm FocalNet": _timm("focalnet", 64, kind="FocalNet", depths=(1, 1, 1, 1), embed_dim=8, drop_path_rate=0.0),
     "timm DaViT": _timm("davit_tiny", 64, depths=(1, 1, 1, 1), embed_dims=(8, 8, 16, 16), num_heads=(1, 1, 2, 2)),
-    "timm FastViT": _timm("fastvit_t8", 64),
-    "timm InceptionNeXt": _timm("inception_next_atto", 64),
+    "timm FastViT": _timm("fastvit_t8", 64, layers=(1, 1, 1, 1), embed_dims=(8, 8, 16, 16)),
+    "timm InceptionNeXt": _timm("inception_next_atto", 64, depths=(1, 1, 1, 1), dims=(32, 32, 32, 32)),
     "timm Sequencer": _timm(
         "sequencer2d_s", 64, layers=(1, 1, 1, 1), embed_dims=(8, 16, 16, 16), hidden_sizes=(4, 8, 8, 8)
     ),
-    "timm CrossViT": _timm("crossvit_9_240", 240),
-    "timm MaxViT": _timm("maxvit_rmlp_pico_rw_256", 64, img_size=64),
-    "timm MambaOut": _timm("mambaout_femto", 64),
-    "timm StarNet": _timm("starnet_s1", 64),
+    "timm CrossViT": _timm("crossvit_9_240", 240, embed_dim=(8, 16), depth=((1, 1, 0), (1, 1, 0)), num_heads=(2, 2)),
+    "timm MaxViT": _timm(
+        "maxvit_rmlp_pico_rw_256", 64, img_size=64, depths=(1, 1, 1, 1), embed_dim=(32, 32, 32, 32), stem_width=(8, 16)
+    ),
+    "timm MambaOut": _timm("mambaout_femto", 64, depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
+    "timm StarNet": _timm("starnet_s1", 64, base_dim=8, depths=(1, 1, 1, 1)),
 }
 FAMILIES = tuple(_FAMILIES)
 

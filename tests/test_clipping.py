@@ -389,6 +389,26 @@ def test_bad_input():
         micro_grad(linear, transform_fn=rescale_by_norm(lambda n: n[None]))(PARAMS, ROWS_OF)
 
 
+def test_a_batch_that_is_taken_by_keyword_only():
+    def by_keyword(p, *, x):
+        return linear(p, x)
+
+    options = {"l2_clip_norm": 1.0, "microbatch_size": 1, "return_grad_norms": True}
+    for result, expected in (
+        (clipped_grad(by_keyword, **options), clipped_grad(linear, **options)),
+        (clipped_grad(by_keyword, **options, batch_argnums=()), clipped_grad(linear, **options)),
+        (clipped_grad(lambda p, **rows: linear(p, **rows), **options), clipped_grad(linear, **options)),
+        (micro_grad(by_keyword), micro_grad(linear)),
+    ):
+        jax.tree.map(np.testing.assert_allclose, result(PARAMS, x=ROWS_OF), expected(PARAMS, ROWS_OF))
+    for fun in (clipped_grad(by_keyword, l2_clip_norm=1.0), micro_grad(by_keyword)):
+        with pytest.raises(ValueError, match="hold no array with a batch axis"):
+            fun(PARAMS)
+    for transform in (lambda f: clipped_grad(f, l2_clip_norm=1.0), micro_grad):
+        with pytest.raises(ValueError, match="batch_argnums=1 is out of range"):
+            transform(lambda p: linear(p, ROWS_OF))
+
+
 def test_a_traced_clip_norm_that_is_not_positive_gives_nan():
     for bad in (-1.0, 0.0, math.nan):
         assert np.isnan(jax.jit(lambda bound: clipped(ROWS_OF, bound)[0]["w"])(bad)).all()

@@ -474,3 +474,18 @@ def test_bad_input():
         mt.clipped_backward(norm[0], lambda model, x: model(x).sum(), max_grad_norm=1.0)(x[:0])
     with pytest.raises(TypeError, match="scale_fn must be a function"):
         mt.rescale_by_norm(2.0)
+
+
+@pytest.mark.parametrize("transform", [mt.micro_grad, lambda fun: mt.clipped_grad(fun, l2_clip_norm=1.0)])
+def test_a_batch_that_is_taken_by_keyword_only(transform):
+    """What an example draws does not depend on how it is passed either."""
+
+    def loss(params, rows):
+        return (F.dropout(rows, 0.5) @ params["w"]).square().mean()
+
+    params, rows = {"w": torch.randn(5)}, torch.randn(ROWS, 5)
+    torch.manual_seed(1)
+    expected = transform(loss)(params, rows)
+    torch.manual_seed(1)
+    result = transform(lambda params, *, rows: loss(params, rows))(params, rows=rows)
+    torch.testing.assert_close(result, expected)

@@ -180,7 +180,8 @@ def clipped_grad(
             or a tree of these that is a prefix of the gradients' tree: each part is clipped by itself.
         rescale_to_unit_norm: divide by the clip norm.
         normalize_by: divide the sum by this.
-        batch_argnums: positions of the batch arguments, ``[batch, ...]``.
+        batch_argnums: positions of the batch arguments, ``[batch, ...]``; tensors that ``fun`` takes by keyword only
+            are batch arguments too.
         keep_batch_dim: pass each example as ``[1, ...]`` (else ``[...]``).
         return_values: whether to return the losses.
         return_grad_norms: whether to return the norms before clipping.

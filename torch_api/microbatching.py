@@ -263,7 +263,8 @@ def micro_grad(
         fun: the loss, ``fun(params, batch) -> []``.
         has_aux: whether ``fun`` returns ``(loss, aux)``.
         argnums: positions of the arguments to differentiate.
-        batch_argnums: positions of the batch arguments, ``[batch, ...]``.
+        batch_argnums: positions of the batch arguments, ``[batch, ...]``; tensors that ``fun`` takes by keyword only
+            are batch arguments too.
         keep_batch_dim: pass each example as ``[1, ...]`` (else ``[...]``).
         microbatch_size: examples of a microbatch; None for all at once.
         accumulator: how to join the transformed gradients; see :func:`microbatch`.
