@@ -19,8 +19,9 @@ import torch
 from torch.autograd import forward_ad
 
 from . import torch_internals as ti
-from .compilation import Flat, Mapped, Product, Program, Pushforward, maps_function, memory_order
+from .compilation import Flat, Mapped, Product, Program, Pushforward, flat_jaxpr, maps_function, memory_order
 from .context import Call, running
+from .differentiation import dependent_outputs
 from .graph import Meta
 from .interception import recording
 from .keys import Key
@@ -207,7 +208,11 @@ class _Transformed(torch.autograd.Function):
         ctx.flat, ctx.key = flat, key
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.moving = [_inexact(o) for o in output]
+        depends = [True] * len(output)
+        around = ti.are_functorch_transforms_active() or ti.dual_level_is_open()  # which do not say what is needed
+        if recording() is not None and not around:
+            depends = _dependent(flat, tensors, ctx.needs_input_grad[2:])
+        ctx.moving = [_inexact(o) and d for o, d in zip(output, depends, strict=False)]
         ctx.mark_non_differentiable(*(o for o, m in zip(output, ctx.moving, strict=True) if not m))
 
     @staticmethod
@@ -244,6 +249,21 @@ class _Transformed(torch.autograd.Function):
         mapped = Mapped(flat, tuple(in_dims[2:]), info.batch_size, info.randomness == "same")
         outputs = apply(mapped, key, tensors)
         return tuple(outputs), (0,) * len(outputs)
+
+
+_DEPENDENT: collections.OrderedDict[Any, list[bool]] = collections.OrderedDict()
+
+
+def _dependent(flat: Flat, tensors: Sequence[torch.Tensor], need: Sequence[bool]) -> list[bool]:
+    """Which outputs of a flat function depend on the needed inputs, in the sense of autograd."""
+    forms = tuple((t.dtype, t.shape) for t in tensors)
+    signature = Key.of((flat.key, tuple(need), forms))
+    with LOCK:
+        if signature not in _DEPENDENT:
+            _DEPENDENT[signature] = dependent_outputs(flat_jaxpr(flat, tensors), [False, *need])
+            if len(_DEPENDENT) > _CACHE_SIZE:
+                _DEPENDENT.popitem(last=False)
+        return _DEPENDENT[signature]
 
 
 class _Call:

@@ -210,6 +210,13 @@ def _prepare_as(
         _check_arguments(jax_fun, args, kwargs)
     device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
     arguments = [_tensor(leaf, device) for leaf in leaves]
+    for kind in {type(t) for t in arguments}:
+        if ti.has_own_function(kind):
+            raise TypeError(
+                f"{user_line()}: an argument is a {kind.__name__}, a tensor with a __torch_function__ of its own, "
+                "which a compiled call would pass over. Let the function capture it, or pass "
+                "x.as_subclass(torch.Tensor)."
+            )
     floats = tuple(i for i, leaf in enumerate(leaves) if type(leaf) is float)
     walk = Walk(jax_fun, structure.fixed)
     if ti.parametrizations_are_cached() and any(map(torch.nn.utils.parametrize.is_parametrized, walk.modules)):

@@ -57,8 +57,13 @@ _SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "environ": os.environ.items,
     "getenv": os.environ.items,
     "getcwd": os.getcwd,
+    "default_generator": torch.initial_seed,
+    "argv": lambda: tuple(sys.argv),
+    "getrecursionlimit": sys.getrecursionlimit,
     "getcontext": lambda: repr(decimal.getcontext()),
 }
+
+_TEXTS = frozenset({"__doc__", "__name__", "__qualname__"})  # of a function
 
 SOURCE = "__microtome_source__"
 
@@ -86,32 +91,50 @@ def is_traced(fun: Any) -> bool:
 class Walk(Contents):
     """The key and the captured tensors of a callable and of the values that are passed to it besides tensors."""
 
-    def __init__(self, root: object, values: tuple[Any, ...] = ()) -> None:
+    def __init__(self, root: object, values: tuple[Any, ...] = (), names: frozenset[str] | None = None) -> None:
+        """``names`` are those that an earlier walk has followed, to compare with it."""
+        self.root, self.values = root, values
         self.identity = identity = _identity(root)
-        names = _KNOWN_NAMES.get(identity, frozenset())
-        while True:
-            self.start(names)
-            with torch._C.DisableTorchFunction():  # a recording around takes each tensor that is asked for captured
-                self.visit(root, None)
-                self.visit(values, None)
-                self._namespaces_handed_on()
-            if self.met == names:
-                break
-            # Remembered names of another function are no use: the key must not depend on what was called before.
-            names = names | self.met if self.met >= names else frozenset()
-        _KNOWN_NAMES[identity] = names
-        if len(_KNOWN_NAMES) > _MANY_ROOTS:
-            _KNOWN_NAMES.pop(next(iter(_KNOWN_NAMES)))
+        if names is None:
+            names = self._follow()
+        else:
+            self._visit_all(names)
         for name in sorted(names & _SURROUNDINGS.keys()):
             found = _SURROUNDINGS[name]()
             self.parts.append((name, tuple(found) if isinstance(found, collections.abc.ItemsView) else found))
         if count := change_count(identity):
             self.parts.append(count)
+        self.content = Key.of(self.parts)
         self.flags = {name: FLAGS[name]() for name in sorted(names & FLAGS.keys())}
-        self.parts += self.flags.items()
         self.asks_history = HISTORY in names
         self.may_read_clocks = self.met_clock or may_read_clocks(names)
-        self.key = Key.of(self.parts)
+        self.key = Key.of((self.content, *self.flags.items()))
+        self.keep.clear()  # what is reached by weak references would outlive them
+
+    def _follow(self) -> frozenset[str]:
+        """Visit all until no more names are met; these names."""
+        names = _KNOWN_NAMES.get(self.identity, frozenset())
+        while True:
+            self._visit_all(names)
+            if self.met == names:
+                break
+            # Remembered names of another function are no use: the key must not depend on what was called before.
+            names = names | self.met if self.met >= names else frozenset()
+        _KNOWN_NAMES[self.identity] = names
+        if len(_KNOWN_NAMES) > _MANY_ROOTS:
+            _KNOWN_NAMES.pop(next(iter(_KNOWN_NAMES)))
+        return names
+
+    def _visit_all(self, names: frozenset[str]) -> None:
+        self.start(names)
+        with torch._C.DisableTorchFunction():  # a recording around takes each tensor that is asked for captured
+            self.visit(self.root, None)
+            self.visit(self.values, None)
+            self._namespaces_handed_on()
+
+    def is_up_to_date(self) -> bool:
+        """Whether the function would find everything but tensors as it did then."""
+        return Walk(self.root, self.values, self.names).content == self.content
 
     @property
     def places(self) -> list[Place]:
@@ -151,8 +174,8 @@ class Walk(Contents):
             self._module(x, path)
         elif kind is complex:
             add((x.real.hex(), x.imag.hex()))  # which tell 0.0 from -0.0
-        elif isinstance(x, slice):
-            add(slice)
+        elif isinstance(x, (slice, range)):  # ranges of the same numbers are equal
+            add(kind)
             self.visit((x.start, x.stop, x.step), path)
         elif isinstance(x, PLAIN) and not is_users(kind):
             add((kind, x if kind.__hash__ is not None else repr(x)))
@@ -238,6 +261,7 @@ class Walk(Contents):
             self.parts.append(Same(f))
             return
         self.parts += (code, f.__module__, code.co_filename)
+        self.parts += (repr(getattr(f, name)) for name in sorted(_TEXTS & self.names))
         names = names_read_by(code) if constructs else names_of(code)
         self.met |= names
         for defaults in (f.__defaults__, f.__kwdefaults__):
@@ -358,7 +382,7 @@ class Walk(Contents):
         self.parts.append(Same(x))
         fields = dict(vars(x))
         for name, value in fields.items():  # called without being named
-            value = value.__func__ if isinstance(value, staticmethod) else value
+            value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
             if isinstance(value, types.FunctionType) and (name in _CALLED or _is_special(name)):
                 self.visit(value, (path, f".{name}"))
         if MATCH_ARGS in self.names:

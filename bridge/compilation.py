@@ -262,6 +262,16 @@ def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
     return Outline.of(call, root)
 
 
+def flat_jaxpr(flat: Flat, tensors: Sequence[torch.Tensor]) -> Any:
+    """The program of a flat function, its first input the key of its draws."""
+    root = flat.root
+    call = Call({}, None, root.device, root.grad)
+    with torch._C.DisableTorchFunction():
+        avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for t in tensors]
+    with enable_x64(), running(call), as_before(root.before):
+        return jax.make_jaxpr(lambda key, *arrays: flat.run(call, key, arrays))(_KEY, *avals)
+
+
 class Program:
     """A flat function compiled for inputs of one form: forward, and where an input requires grad, backward.
 
@@ -281,6 +291,13 @@ class Program:
         avals = _avals(tensors, root.device)
         again = Watched(root.walk) if root.outline is not None and root.outline.changing else None
         with enable_x64(), running(call), as_before(root.before):
+            if flat is not root and again is None and not root.walk.is_up_to_date():
+                raise TraceError(
+                    f"{where(root.walk)}something that the function reads (an attribute, a global, an entry of a list) "
+                    "has changed between the call and a derivative that starts from its inputs, as second derivatives "
+                    "and recompute=True do: that would be one of another function. Take the derivative before the "
+                    "change, or pass in what changes as an argument."
+                )
             if any(self.need) and not self.recompute:
                 self._compile_both(flat, call, avals)
             else:

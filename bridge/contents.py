@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import gc
+import inspect
 import io
 import logging
 import operator
@@ -29,7 +30,7 @@ from .user_code import is_partly_users, is_users
 from .watching import is_clock
 
 PLAIN = (
-    *(bool, int, str, bytes, complex, type(None), enum.Enum, range),
+    *(bool, int, str, bytes, complex, type(None), enum.Enum),
     *(torch.dtype, torch.device, torch.Size, jax.tree_util.PyTreeDef),
 )
 EXACTLY_PLAIN = frozenset(PLAIN) - {complex}
@@ -140,7 +141,7 @@ class Contents:
         if (self.identity, self.slot) in WRITTEN:
             self.parts.append("written by the function itself")
             return
-        self.parts.append((type(x), len(x)))
+        self.parts.append((type(x), len(x), x.maxlen if isinstance(x, collections.deque) else None))
         if isinstance(x, (list, dict, collections.deque)):
             self.found_places.append(Place(x, path_name(path)))
         if len(x) <= _MANY or not self._many(x, path):
@@ -175,6 +176,8 @@ class Contents:
 
     def _items(self, x: Any, path: Path) -> None:
         for k, v in list(x.items()):
+            if k == "__builtins__":  # in the namespace of an exec; Python's own
+                continue
             if isinstance(k, torch.Tensor):
                 self.parts.append(Same(k))
             else:
@@ -198,7 +201,7 @@ class Contents:
                 self.locks.append((path_name(path), x))
                 self.parts.append(locks.state(x))
         elif isinstance(x, logging.Logger):
-            self.parts.append(x.getEffectiveLevel())
+            self.parts.append((x.getEffectiveLevel(), x.manager.disable))
         elif type(x).__module__ == "multiprocessing.sharedctypes" and hasattr(x, "get_obj"):
             self.visit(x.get_obj(), path)
         elif isinstance(x, torch.autocast):  # the rest is what it found when it was entered
@@ -237,8 +240,10 @@ class Contents:
 
 
 def is_iterator(x: Any) -> bool:
-    """Whether an object of Python's own gives something else each time it is asked."""
-    return isinstance(x, collections.abc.Iterator) and type(x).__module__ in ("builtins", "itertools")
+    """Whether an object written in C, of whose state nobody can tell, gives something else each time it is asked."""
+    if not isinstance(x, collections.abc.Iterator) or isinstance(x, (io.IOBase, torch.Tensor)):
+        return False
+    return not isinstance(inspect.getattr_static(kind_of(x), "__next__"), types.FunctionType)
 
 
 def kind_of(x: Any) -> Any:

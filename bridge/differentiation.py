@@ -28,6 +28,7 @@ import torch
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from ..jax_impl.versions import scan_counts
 from .conditions import watched
 from .context import current_call
 from .derivatives import jvp_rule, vjp_rule, with_captured
@@ -264,6 +265,16 @@ class Backward:
     @functools.cached_property
     def avals(self) -> list[Any]:
         return [m.aval for m, n in zip(self.function.metas, self.need, strict=True) if n]
+
+    def depends(self, given: Sequence[bool]) -> list[bool]:
+        """Which gradients depend on the inputs, residuals and cotangents that are named."""
+        graph, first = self.graph, len(given) - len(self.graph.cotangents)
+        gradients = graph.gradients
+        if any(given[:first]) or any(graph.own):  # what a backward pass of the user's gives need not come from them
+            return [gradient is not None for gradient in gradients]
+        named = set(itertools.compress(graph.cotangents, given[first:]))
+        # Zeros in the form of a cotangent count: torch too has them where its graph leads there.
+        return [gradient is not None and graph.leads(named, gradient) for gradient in gradients]
 
     def _split(self, arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         inputs = len(self.function.metas)
@@ -514,13 +525,17 @@ def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         program = _program(equation)
         if equation.primitive.name in ("jit", "pjit"):
             found = _depend(equation.params["jaxpr"].jaxpr, given)
+        elif equation.primitive.name in ("checkpoint", "remat2"):
+            found = _depend(equation.params["jaxpr"], given)
+        elif equation.primitive.name == "scan":
+            found = _scan_depends(equation.params, given)
         elif isinstance(program, Forward):  # detached results do not
             metas = program.function.metas
             need = tuple(g and m.differentiable for g, m in zip(given[1:], metas, strict=True))
             moving = program.function.differentiable(need) if any(need) else ()
             found = [i in moving or i >= len(program.function.outputs) for i in range(len(found))]
         elif isinstance(program, Backward):
-            found = [gradient is not None for gradient in program.graph.gradients]
+            found = program.depends(given[1:])
         elif isinstance(program, Linear):
             gradients = program.function.graph(program.need).gradients
             tangents = given[len(given) - len(gradients) :]
@@ -528,6 +543,16 @@ def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
                 found = [any(t and g is not None for t, g in zip(tangents, gradients, strict=True))] * len(found)
         dependent.update(v for v, f in zip(equation.outvars, found, strict=True) if f)
     return list(map(is_dependent, jaxpr.outvars))
+
+
+def _scan_depends(params: Any, inputs: list[bool]) -> list[bool]:
+    first, carried = scan_counts(params)
+    while True:
+        found = _depend(params["jaxpr"].jaxpr, inputs)
+        carry = [a or b for a, b in zip(inputs[first : first + carried], found, strict=False)]
+        if carry == inputs[first : first + carried]:
+            return found
+        inputs = [*inputs[:first], *carry, *inputs[first + carried :]]
 
 
 def read_inputs(jaxpr: Any) -> list[bool]:

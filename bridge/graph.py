@@ -20,6 +20,7 @@ import torch
 from .bounds import checked
 from .conditions import Check
 from .lowerings import find_lowering
+from .lowerings.stored import stored
 from .values import jax_dtype
 
 _CPU = torch.device("cpu")
@@ -161,8 +162,10 @@ class Graph:
         self.saved = sorted(read, key=lambda ref: (ref.node, ref.item or 0))
         self.draws = any(self.nodes[i].draw is not None for i in numbered)  # type: ignore[union-attr]
         self.recomputes = self._recomputes(numbered, start)
+        from .extremes import compared
         from .rewriting import barriers
 
+        self.stored = compared(self.nodes, [*roots, *backward_roots])
         self.guarded_leaves, self.guarded_results = barriers(self.nodes, [*roots, *backward_roots])
 
     def reads(self, captured: Iterable[int]) -> bool:
@@ -246,6 +249,10 @@ class Graph:
                 if node is not None:
                     stack.extend(node.refs())
         return live
+
+    def leads(self, nodes: set[int], value: Value) -> bool:
+        """Whether a way leads from some of the nodes to a value."""
+        return not nodes.isdisjoint(self._live([value]))
 
     def made_from(self, inputs: set[int]) -> list[bool]:
         """Which outputs and final values of mutations are computed from some of these inputs."""
@@ -343,9 +350,11 @@ def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Arra
             raise RuntimeError(f"{node.line}: {error}") from error
         if node.single:
             value = _as_eager(result, node.results[0])
+            value = stored(value) if Ref(i) in graph.stored else value
             values[i] = jax.lax.optimization_barrier(value) if i in graph.guarded_results else value
         else:
-            values[i] = [_as_eager(r, meta) for r, meta in zip(result, node.results, strict=True)]
+            found = [_as_eager(r, meta) for r, meta in zip(result, node.results, strict=True)]
+            values[i] = [stored(r) if Ref(i, j) in graph.stored else r for j, r in enumerate(found)]
 
 
 def _apart(operand: Any, node: Node, place: int) -> Any:

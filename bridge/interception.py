@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import types
@@ -294,12 +295,27 @@ class Interception(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = len(self.recorder.nodes)
+        foreign = any(map(ti.has_own_function, types)) and torch._C._is_torch_function_enabled()
         with self.recorder.noting_refusals():
-            result = self._run(func, args, kwargs or {})
+            run = functools.partial(self._by_objects, types) if foreign else self._run
+            result = run(func, args, kwargs or {})
         if self.recording_backward and ti.in_backward():
             self.recorder.in_backward.update(range(start, len(self.recorder.nodes)))
             self._note_cuts(result)
         return result
+
+    def _by_objects(self, types: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What objects, or tensors of a class with a ``__torch_function__`` of its own, make of an op.
+
+        They see no stand-ins: the ops that they call come here.
+        """
+        operands = ti.torch_pytree.tree_leaves((args, kwargs), is_leaf=lambda x: type(x) in types)
+        with self:
+            for operand in ti.overloaded(operands):
+                result = operand.__torch_function__(func, types, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        raise TypeError(f"{user_line()}: no operand of {func} knows it: {', '.join(t.__name__ for t in types)}.")
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func == _GET_GRAD:
@@ -377,12 +393,17 @@ class Interception(TorchFunctionMode):
                 if self.captured.stand_in(leaf) is not leaf or any(leaf is t for t in self.captured.leaves.values()):
                     raise refused_backward("a tensor that it captures")
         found = torch.autograd.grad(tensors, leaves, grad_tensors, retain_graph, create_graph, allow_unused=True)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            for leaf, gradient in zip(leaves, found, strict=True):
-                if gradient is not None and (leaf.grad is None or create_graph):
+        for leaf, gradient in zip(leaves, found, strict=True):
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                if gradient is None or leaf.retains_grad:  # which torch.autograd.grad fills in
+                    continue
+                if leaf.grad is None or create_graph:
                     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-                elif gradient is not None:
+                else:
                     leaf.grad += gradient
+                hooks: Any = leaf._post_accumulate_grad_hooks if leaf.is_leaf else None
+            for hook in list((hooks or {}).values()):
+                hook(leaf)
 
     def _refuse_grad(self, tensor: torch.Tensor, how: str) -> None:
         is_argument = any(tensor is argument for argument in self.captured.arguments)

@@ -152,6 +152,11 @@ def _naming_refusals(recorder: Recorder) -> Iterator[None]:
     except Exception as error:
         if recorder.refusal is not None:
             raise recorder.refusal from error
+        if "FunctionalTensor on its own" in str(error):
+            raise TraceError(
+                f"{user_line(error)}: a tensor that depends on the arguments is made one of a subclass of torch.Tensor "
+                "(as_subclass, or super().__torch_function__), which a trace cannot follow. Work on plain tensors here."
+            ) from error
         if asks_for_memory(error):
             raise memory_refusal(user_line(error), "the memory") from error
         raise
@@ -229,7 +234,7 @@ def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captur
     with torch._C.DisableTorchFunction():  # of the tensors themselves, not of their stand-ins
         direct = [t for t in wanted_captured if t.requires_grad and not is_traced_tensor(t)]
     found = torch.autograd.grad(outputs, [*wanted, *stand_ins], cotangents, allow_unused=True, retain_graph=True)
-    with torch._C.DisableTorchFunction():
+    with ti.function_modes_in_backward():  # the Function's own backward may use what it was given
         extra = torch.autograd.grad(outputs, direct, cotangents, allow_unused=True) if direct else ()
     gradients = list(found)
     for tensor, more in zip(direct, extra, strict=True):

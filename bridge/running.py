@@ -167,7 +167,7 @@ class FlatFunction:
                     scope.enter_context(torch.no_grad())
                 result = to_jax_tree(self._torch_fun(*args, **kwargs), opening(p.owner for p in self.walk.places))
             if self.mode.once:  # per example torch.func makes copies too
-                containers.check()
+                containers.check(where(self.walk))
             return result
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):

@@ -329,16 +329,24 @@ class ArgumentContainers:
             for key, inner in content.items():
                 self._add(inner, f"{name}[{key!r}]")
 
-    def check(self) -> None:
-        """Refuse what the function has put into one of them."""
+    def check(self, where: str) -> None:
+        """Refuse what the function has put into one of them, taken out of it or put in another order."""
         for name, container, before in self._before:
-            for key, value in (_content(container) or {}).items():
-                old = before.get(key, ABSENT)
+            after = _content(container) or {}
+            for key in {**before, **after}:
+                old, value = before.get(key, ABSENT), after.get(key, ABSENT)
                 if value is not old and not _is_same(old, value):
-                    raise TraceError(
-                        f"the function writes to {name}[{key!r}], an entry of a container among its arguments, which "
-                        "the caller would not see. Return the new value, or work on a copy of the container."
-                    )
+                    verb = "removes" if value is ABSENT else "writes to"
+                    raise _not_seen(where, f"{verb} {name}[{key!r}], an entry of a container")
+            if isinstance(container, dict) and [*after] != [*before]:
+                raise _not_seen(where, f"changes the order of {name}, a container")
+
+
+def _not_seen(where: str, what: str) -> TraceError:
+    return TraceError(
+        f"{where}the function {what} among its arguments, which the caller would not see. Return the new value, or "
+        "work on a copy of the container."
+    )
 
 
 def _content(value: Any) -> dict[Any, Any] | None:

@@ -61,6 +61,7 @@ try:
         for name, value in vars(checkpoint).items()
         if isinstance(value, FunctionType) and "_CheckpointFrame" in value.__code__.co_names
     )
+    overloaded = torch.overrides._get_overloaded_args
     # The slot just below functionalisation: ops arrive there after autograd and with every in-place write resolved.
     BELOW_FUNCTIONALISATION = torch._C._TorchDispatchModeKey.PROXY
 except (ImportError, AttributeError, ValueError) as error:
@@ -89,11 +90,13 @@ __all__ = [
     "core_decompositions",
     "decomposition_table",
     "disable_dynamo",
+    "dual_level_is_open",
     "entering_functorch",
     "forward_mode_is_active",
     "from_fun",
     "function_modes_in_backward",
     "graph_is_kept",
+    "has_own_function",
     "in_backward",
     "is_batched",
     "is_functorch_wrapped_tensor",
@@ -103,6 +106,7 @@ __all__ = [
     "load_dynamo",
     "map_tensors",
     "no_dispatch",
+    "overloaded",
     "parametrizations_are_cached",
     "plain_kernels",
     "proxies_are_active",
@@ -306,9 +310,11 @@ def inference_as_no_grad() -> Iterator[None]:
         mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
 
     def left(mode: Any, *error: Any) -> None:
-        if here():
-            _INFERENCE.modes.pop()
-        leave(mode, *error)
+        if not here():
+            leave(mode, *error)
+            return
+        _INFERENCE.modes.pop()
+        mode._inference_mode_context.__exit__(*error)  # not by a recording around this one
 
     inference.__enter__, inference.__exit__ = entered, left
     outer, _INFERENCE.modes = _INFERENCE.modes, []  # this may be a recording within another
@@ -415,6 +421,16 @@ def share_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+@functools.lru_cache(maxsize=4096)
+def has_own_function(kind: Any) -> bool:
+    """Whether a class says itself, by ``__torch_function__``, what an op is of its objects."""
+    function = getattr(kind, "__torch_function__", None)
+    if function is None or function is torch._C._disabled_torch_function_impl:
+        return False
+    default: Any = torch.Tensor.__torch_function__
+    return getattr(function, "__func__", function) is not default.__func__
+
+
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -434,6 +450,11 @@ def sequence_number() -> int:
 def forward_mode_is_active() -> bool:
     """Whether tensors may be dual numbers."""
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def dual_level_is_open() -> bool:
+    """Whether there may be dual numbers somewhere, if not here."""
+    return forward_ad._current_level >= 0
 
 
 def without_forward_mode() -> contextlib.AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.interpreters import ad
 
@@ -164,7 +165,7 @@ class _Traced:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         with enable_x64():
             tree, rows = without_rows(to_jax_tree((args, kwargs), _to_array))
-            leaves, structure = Structure.split(tree, is_array)
+            leaves, structure = Structure.split(tree, _moves)
             arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
             outer = current_call()
             if outer is not None and outer.has_floats and any(a.weak_type and a.ndim == 0 for a in arrays):
@@ -391,6 +392,11 @@ def _as_array(leaf: Any) -> Any:
             "microbatch returns one: return tensors and numbers only."
         )
     return leaf
+
+
+def _moves(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is a tensor for the torch function; NumPy's scalars are numbers to torch."""
+    return is_array(leaf) and not isinstance(leaf, np.generic)
 
 
 def _to_array(leaf: Any) -> Any:

@@ -21,14 +21,14 @@ from torch.utils import _pytree as torch_pytree
 
 @jax.tree_util.register_pytree_with_keys_class
 class Dict(dict):  # type: ignore[type-arg]
-    """A dict whose order survives JAX's tree functions."""
+    """A dict whose order survives JAX's tree functions, and whose keys 1 and True are two."""
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        return [(jax.tree_util.DictKey(k), v) for k, v in self.items()], tuple(self)
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[tuple[type, Any], ...]]:
+        return [(jax.tree_util.DictKey(k), v) for k, v in self.items()], tuple((type(k), k) for k in self)
 
     @classmethod
-    def tree_unflatten(cls, keys: tuple[Any, ...], values: Any) -> Dict:
-        return cls(zip(keys, values, strict=True))
+    def tree_unflatten(cls, keys: tuple[tuple[type, Any], ...], values: Any) -> Dict:
+        return cls((key, value) for (_, key), value in zip(keys, values, strict=True))
 
 
 class _Container:

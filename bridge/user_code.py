@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import gc
 import os
@@ -40,18 +41,37 @@ def is_users_file(name: str) -> bool:
     return not name.startswith((*LIBRARIES, *OWN))
 
 
+def _package(name: str) -> types.ModuleType | None:
+    return sys.modules.get(name.partition(".")[0])
+
+
+def _is_written_in_python(cls: type) -> bool:
+    """Whether a class statement has made a class that has no functions; extensions written in C do not tell."""
+    kind: Any = type(cls)
+    is_static = not cls.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
+    if is_static or issubclass(cls, BaseException) or not (kind is type or is_users(kind)):
+        return False
+    has_fields = not vars(cls).keys().isdisjoint(("__dict__", "__weakref__", "__slots__"))
+    return has_fields or any(map(is_users, cls.__bases__))
+
+
 @functools.lru_cache(maxsize=4096)
 def is_users(x: Any) -> bool:
     """Whether a class or a Python module is the user's own."""
     if isinstance(x, type):
         module = sys.modules.get(x.__module__)
-        if module is None:  # of a plugin that is loaded without being registered, or of code that is put together
-            codes = (f.__code__ for f in vars(x).values() if isinstance(f, types.FunctionType))
-            return any(is_users_file(code.co_filename) for code in codes)
+        # Of a file that is run without becoming a module, or of code that is put together.
+        if module is None or (module is builtins and getattr(builtins, x.__name__, None) is not x):
+            codes = [f.__code__ for f in vars(x).values() if isinstance(f, types.FunctionType)]
+            if codes:
+                return any(is_users_file(code.co_filename) for code in codes)
+            return _package(str(x.__module__)) in (None, builtins) and _is_written_in_python(x)
         x = module
     file = getattr(x, "__file__", None)
-    if x is None or file is None:  # defined at a prompt, made by hand, or built in
-        return x is not None and (x.__name__ == "__main__" or x.__spec__ is None)
+    if file is None:  # defined at a prompt, made by hand, or built in
+        package = _package(x.__name__)
+        is_part = package is not None and package is not x
+        return is_users(package) if is_part else x.__name__ == "__main__" or x.__spec__ is None
     return is_users_file(os.path.abspath(file))
 
 

@@ -42,7 +42,7 @@ _OF_MODULES = {
     "sys": {"_getframe", "_current_frames"},
 }
 _OF_DATES = frozenset({"now", "utcnow", "today"})
-_CALLED = frozenset().union(*_OF_MODULES.values(), _OF_DATES, {"seed"})
+_CALLED = frozenset().union(*_OF_MODULES.values(), _OF_DATES, {"seed", "get_state"})
 _MODULES = frozenset({"time", "datetime", "uuid", "secrets", "timeit", "inspect"})
 # Code that mentions one of these may read a clock.
 _WORDS = (
@@ -61,7 +61,7 @@ _WORDS = (
             "RandomState",
             "SeedSequence",
         ),
-        *("_getframe", "currentframe", "times", "seed"),
+        *("_getframe", "currentframe", "times", "seed", "get_state"),
     }
 )
 
@@ -84,7 +84,7 @@ def _is_clock(x: Any) -> bool:
     owner = x.__self__
     if isinstance(owner, types.ModuleType):
         return x.__name__ in _OF_MODULES.get(owner.__name__, ())
-    if x.__name__ == "seed":
+    if x.__name__ in ("seed", "get_state"):
         return isinstance(owner, torch.Generator)
     return x.__name__ in _OF_DATES and isinstance(owner, type) and issubclass(owner, datetime.date)
 
@@ -147,6 +147,8 @@ def _is_seeded_anew(frame: types.FrameType, arg: Any) -> bool:
 
 def _what(name: str) -> str:
     module = name.split(".")[0]
+    if name.endswith("get_state"):
+        return "asks for the state of a torch.Generator"
     if "frame" in name:
         return f"looks at its callers by {name}"
     if module in ("posix", "nt", "Random", "Generator") and not name.endswith(("times", "getloadavg")):
@@ -321,6 +323,27 @@ def _asks_outside(what: str) -> Callable[[Any], Any]:
     return make
 
 
+_ASKS_STATE = {"get_state", "set_state", "initial_seed", "seed", "manual_seed"}
+_PASSED_THROUGH = (torch.random.__file__, contextlib.__file__)  # from fork_rng to what it calls
+
+
+class _DefaultGenerator:
+    """torch's own generator, as ``torch.random`` has it: the user's code may neither ask for its state nor set it."""
+
+    def __init__(self, original: torch.Generator) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        if _ACTIVE.depth and name in _ASKS_STATE:
+            frame: types.FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename in _PASSED_THROUGH:
+                frame = frame.f_back
+            if asked_by(frame) is not None:  # checkpoints do so too
+                way_out = "each call of its program draws from a key of its own. Do that outside of the function."
+                _refuse("asks for the state of torch's generator, or sets it", way_out)
+        return getattr(self._original, name)
+
+
 _WATCHED: list[tuple[Any, str, Callable[[Any], Any]]] = [
     *((builtins, name, _reads_attribute) for name in ("getattr", "hasattr")),
     *((builtins, name, _runs_code) for name in ("eval", "exec")),
@@ -330,5 +353,6 @@ _WATCHED: list[tuple[Any, str, Callable[[Any], Any]]] = [
     *((threading.Event, name, _moves_event) for name in ("set", "clear")),
     (builtins, "input", _asks_outside("the user")),
     (os, "open", _opens),
+    (torch.random, "default_generator", _DefaultGenerator),
     *((os, name, _asks_outside("the file system")) for name in ("stat", "listdir", "scandir")),
 ]

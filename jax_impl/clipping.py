@@ -171,6 +171,7 @@ def _clipped(
     clipped = []
     for part, length, norm in zip(parts, lengths, given, strict=True):
         norm = jnp.asarray(norm, length.dtype)
+        length = length + _of_what_is_flushed(part, length.dtype)
         above = length > norm
         # Where a norm is inf, so that inf / inf never occurs; and no division by zero, which a derivative would see.
         divisor = jnp.where(above, length, 1)
@@ -179,6 +180,12 @@ def _clipped(
         scale = jnp.where(norm > 0, scale, jnp.nan)
         clipped.append(jax.tree.map(lambda g, scale=scale: _times(g, scale, keep), part))
     return treedef.unflatten(clipped)
+
+
+def _of_what_is_flushed(part: PyTree, dtype: Any) -> float:
+    """The largest norm of entries whose squares are subnormal, which XLA takes for zeros on some devices."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(part))
+    return math.sqrt(size * float(jnp.finfo(wide(dtype)).tiny))
 
 
 @dataclasses.dataclass(frozen=True)

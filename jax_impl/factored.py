@@ -28,12 +28,13 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from . import convolutions  # noqa: F401  (its rule)
 from .binding import bind, bind_mapped, own_width
+from .casts import cast_marks, rounds
 from .inlining import batched_variables, evaluate, inline, pruned, scan_flags
 from .lazy import Lazy, Squares
 from .networks import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole, working
 from .one_by_one import dependents, split
 from .rules import ACCEPTS, RULES, adds, loop_sums
-from .sums import Sum, summed, wide
+from .sums import Sum, is_narrow, summed, wide
 from .versions import scan_counts
 
 _REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice", "name")
@@ -92,6 +93,7 @@ def plan(jaxpr: Any, batched: set[Any], wanted: Sequence[bool]) -> tuple[dict[An
                 (r for r in verdicts.get(v, ()) if r not in ("lazy", "squares")), "it is used in two ways"
             )
 
+    marks = cast_marks(jaxpr)
     for e in reversed(jaxpr.eqns):
         for v in e.outvars:
             decide(v)
@@ -99,6 +101,8 @@ def plan(jaxpr: Any, batched: set[Any], wanted: Sequence[bool]) -> tuple[dict[An
         for i, v in enumerate(e.invars):
             if not isinstance(v, Literal):
                 verdict = ACCEPTS[name](e, i, kinds, batched, makers) if name in ACCEPTS else ""
+                if verdict:
+                    verdict = rounds(e, i, marks, batched) or verdict
                 further = next((refusals[out] for out in e.outvars if out in refusals), "") if name in ACCEPTS else ""
                 verdicts.setdefault(v, []).append(verdict or further or f"{name} needs it")
     for v in jaxpr.invars:
@@ -193,13 +197,31 @@ class _Evaluator:
     def _outputs(self, e: Any) -> list[Any]:
         planned = any(v in self.kinds for v in e.outvars)
         held = any(isinstance(self.read(v), (Lazy, Squares)) for v in e.invars)
-        if planned or held:
+        if self._only_arrays(e):
+            self.decided(e, "direct", "no larger than its factors")
+        elif planned or held:
             try:
                 return self._by_rule(e)
             except UnsupportedError as error:
                 self.decided(e, "materialised", f"{e.primitive.name}: {error}")
         kernels = e.primitive.name == "conv_general_dilated" and all(map(self.is_batched, e.invars))
         return (bind_mapped if kernels else bind)(e, [self.array(v) for v in e.invars])
+
+    def _only_arrays(self, e: Any) -> bool:
+        """Whether an equation adds up arrays that are there, or scales one in half precision, and makes no larger one.
+
+        As factors they would be added in another order, and scaled by several numbers at once.
+        """
+        out = e.outvars[0]
+        if not adds(e) and not (e.primitive.name in ("mul", "div") and is_narrow(getattr(out.aval, "dtype", None))):
+            return False
+        if not any(v.aval.shape == out.aval.shape and self.is_batched(v) for v in e.invars):
+            return False
+        numbers = [v for v in e.invars if isinstance(v, Literal) or v in self.scalars or not v.aval.shape]
+        if not adds(e) and len(numbers) < len(e.invars) - 1:
+            return False
+        values = [self.read(v) for v in e.invars]
+        return not any(isinstance(x, Squares) or (isinstance(x, Lazy) and not x.is_array) for x in values)
 
     def _by_rule(self, e: Any) -> list[Any]:
         name = e.primitive.name

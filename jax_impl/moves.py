@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .binding import bind
+from .casts import enlarges, holds
 from .lazy import Lazy, lazy
 from .networks import Factor, Label, Places, Term, UnsupportedError, Windows, contiguous, new_label, split_label
 from .sums import is_narrow
@@ -88,7 +89,7 @@ def repeated(value: Lazy, shape: Sequence[int], where: Sequence[int]) -> Lazy:
 def _convert(ev: Any, e: Any) -> Any:
     v, dtype = e.invars[0], jnp.dtype(e.params["new_dtype"])
     given = v.aval.dtype
-    exact = _holds(dtype, given)
+    exact = holds(dtype, given)
     if not isinstance(ev.read(v), Lazy) and not exact:
         return bind(e, [ev.array(v)])[0]
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -106,14 +107,6 @@ def _convert(ev: Any, e: Any) -> Any:
     return Lazy(value.shape, dtype, value.terms)
 
 
-def _holds(dtype: Any, given: Any) -> bool:
-    """Whether a floating-point type has all numbers of another."""
-    if not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(given, jnp.floating)):
-        return False
-    ours, theirs = jnp.finfo(dtype), jnp.finfo(given)
-    return bool(ours.nmant >= theirs.nmant and ours.maxexp >= theirs.maxexp and ours.minexp <= theirs.minexp)
-
-
 def _was(ev: Any, v: Any, dtype: Any) -> bool:
     """Whether a variable is what was of this dtype, scaled or masked: what a half-precision gradient is clipped by."""
     while not isinstance(v, Literal) and v in ev.makers:
@@ -124,17 +117,10 @@ def _was(ev: Any, v: Any, dtype: Any) -> bool:
         if name not in ("mul", "div", "neg", "select_n", "copy", "name"):
             return False
         lazies = [x for x in e.invars if not isinstance(x, Literal) and isinstance(ev.read(x), Lazy)]
-        if len(lazies) != 1 or _enlarges(e):
+        if len(lazies) != 1 or enlarges(e):
             return False
         v = lazies[0]
     return False
-
-
-def _enlarges(e: Any) -> bool:
-    """Whether an equation multiplies by a number above one: then a large number may not fit the cast any more."""
-    numbers = [abs(np.asarray(x.val)).max() for x in e.invars if isinstance(x, Literal) and np.size(x.val)]
-    inverse = e.primitive.name == "div"
-    return e.primitive.name in ("mul", "div") and any(n < 1 if inverse else n > 1 for n in numbers)
 
 
 def _same(ev: Any, e: Any) -> Lazy:

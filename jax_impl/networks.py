@@ -574,6 +574,11 @@ def narrowed(f: Factor, term: Term) -> Factor:
     return Factor(jnp.squeeze(f.array, single), tuple(x for i, x in enumerate(f.labels) if i not in single), f.batched)
 
 
+def is_half(term: Term) -> bool:
+    """Whether some factor is kept in half precision."""
+    return any(wide(f.array.dtype) != f.array.dtype for f in term.factors)
+
+
 def _centred(term: Term, dtype: Any) -> list[Term]:
     pairs: dict[tuple[int, ...], list[Label]] = {}
     entries = {k for p in term.places.values() for k in p.labels}
@@ -582,10 +587,11 @@ def _centred(term: Term, dtype: Any) -> list[Term]:
         once = all(term.factors[i].labels.count(x) == 1 for i in holders)
         if term.sizes[x] > 1 and x not in entries and x not in term.out and len(holders) == 2 and once:
             pairs.setdefault(holders, []).append(x)
-    # In half precision there are no such offsets, and the rounding of what is left would count.
-    narrow = any(wide(f.array.dtype) != f.array.dtype or isinstance(f, Windows) for f in term.factors)
-    if not pairs or narrow or term.centred:
+    if not pairs or term.centred or any(isinstance(f, Windows) for f in term.factors):
         return [term]
+    if is_half(term):  # in which the rounding of what is left would count
+        widened = [dataclasses.replace(f, array=f.array.astype(wide(f.array.dtype))) for f in term.factors]
+        term = term.replace(factors=tuple(widened))
     pair = max(pairs, key=lambda pair: math.prod(term.sizes[x] for x in pairs[pair]))
     # A short axis may be that of what is compared, row by row.
     short = [[x] for x in pairs[pair] if term.sizes[x] <= _FEW]

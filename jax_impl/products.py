@@ -26,6 +26,7 @@ from .networks import (
     balanced,
     centred,
     inner,
+    is_half,
     matched,
     narrowed,
     new_label,
@@ -232,7 +233,8 @@ def _squares(ev: Any, v: Any) -> Squares:
     value = lazy(ev, v)
     terms = centred(value.terms, working(value.terms, value.dtype))
     if any(t.centred for t in terms):
-        ev.replace(value.terms, terms)
+        if not any(map(is_half, value.terms)):  # else the wider factors are for the norm alone
+            ev.replace(value.terms, terms)
         value = dataclasses.replace(value, terms=terms)
     return Squares(value)
 

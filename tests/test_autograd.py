@@ -979,6 +979,71 @@ class _ByContext(torch.autograd.Function):
         return g * ctx.n * 10, None
 
 
+class _Linear(torch.autograd.Function):
+    """Its backward pass uses the weight, which the function may have captured, as it was given or as it was saved."""
+
+    saves = True
+
+    @classmethod
+    def forward(cls, ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.x, ctx.w = x, w
+        if cls.saves:
+            ctx.save_for_backward(x, w)
+        return x @ w
+
+    @classmethod
+    def backward(cls, ctx: Any, g: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors if cls.saves else (ctx.x, ctx.w)
+        return g @ w.T, torch.outer(x, g) if x.dim() == 1 else x.T @ g
+
+
+class _LinearKept(_Linear):
+    saves = False
+
+
+class _LinearSetUp(_Linear):
+    @classmethod
+    def forward(cls, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+_HELD = _Linear.apply  # bound before
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x, w: _Linear.apply(x, w),
+        lambda x, w: _LinearKept.apply(x, w) * w.sum(),
+        lambda x, w: _LinearSetUp.apply(_HELD(x, w).tanh(), w),
+        lambda x, w: _Linear.apply(x, w * 2),
+        lambda x, w: _Linear.apply(x.detach(), w),
+        lambda x, w: _Linear.apply(x, w.detach()),
+        lambda x, w: checkpoint(lambda y: _HELD(_HELD(y, w).sin(), w), x, use_reentrant=False),
+    ],
+)
+def test_a_function_of_the_users_may_use_what_it_captures_in_its_backward_pass(layer: Any) -> None:
+    module, x = torch.nn.Linear(3, 3, bias=False), torch.randn(3, requires_grad=True)
+    fun = lambda x: layer(x, module.weight)
+    results = []
+    for call in (fun, as_torch(as_jax(fun))):
+        out = call(x)
+        grads = torch.autograd.grad(out.square().sum(), (x, module.weight), allow_unused=True)
+        results.append((out, *grads))
+    torch.testing.assert_close(*results)
+    rows = torch.randn(4, 3)
+    torch.testing.assert_close(mt.micro_vmap(fun, microbatch_size=2)(rows), torch.stack([fun(row) for row in rows]))
+    loss = lambda module, x: layer(x, module.weight).square().sum()
+    if loss(module, rows[:1]).requires_grad:
+        norms = [torch.autograd.grad(loss(module, row[None]), module.weight)[0].norm() for row in rows]
+        aux = mt.clipped_backward(module, loss, max_grad_norm=1.0)(rows)
+        torch.testing.assert_close(aux.grad_norms, torch.stack(norms))
+
+
 def _physics(x: torch.Tensor) -> torch.Tensor:
     x = x if x.requires_grad else x.detach().requires_grad_()
     u = (x.sin() * x).sum()

@@ -76,6 +76,45 @@ def _perturbed(x: torch.Tensor) -> Any:
     return F.mse_loss(LINEAR(x + 0.1 * delta.grad.sign()), torch.zeros(2))  # type: ignore[union-attr]
 
 
+def _named_and_retained(x: torch.Tensor) -> Any:
+    """What keeps its gradient by itself is not given it twice."""
+    w = _weights()
+    y = w * x
+    z = y * 3
+    for t in (y, z):
+        t.retain_grad()
+    (z**2).sum().backward(inputs=[w, z], retain_graph=True)
+    (z**2).sum().backward(inputs=[y])
+    return w.grad + y.grad * 2 + z.grad * 5  # type: ignore[operator]
+
+
+def _double(leaf: torch.Tensor) -> None:
+    leaf.grad.mul_(2)  # type: ignore[union-attr]
+
+
+def _hooked_afterwards(x: torch.Tensor) -> Any:
+    w, seen = _weights(), []
+    w.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    w.register_post_accumulate_grad_hook(_double)
+    for _ in range(2):
+        ((w * x) ** 2).sum().backward()
+    return w.grad + 10 * seen[1]  # type: ignore[operator]
+
+
+def _fitted_in_backward(x: torch.Tensor) -> Any:
+    w = _weights(0.0)
+    steps = torch.optim.SGD([w], lr=0.1)
+
+    def hook(_: torch.Tensor) -> None:
+        steps.step()
+        steps.zero_grad()
+
+    w.register_post_accumulate_grad_hook(hook)
+    for _ in range(3):
+        ((w - x) ** 2).sum().backward()
+    return w.detach() * x
+
+
 def _fitted(optimizer: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
     def fun(x: torch.Tensor) -> Any:
         w = _weights(0.0)
@@ -92,6 +131,7 @@ def _fitted(optimizer: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
 FUNCTIONS = {
     **{f.__name__: f for f in (_once, _twice, _of_several, _with_cotangent, _differentiable, _of_what_is_no_leaf)},
     **{f.__name__: f for f in (_hooked, _perturbed)},
+    **{f.__name__: f for f in (_named_and_retained, _hooked_afterwards, _fitted_in_backward)},
     "_fitted by SGD": _fitted(torch.optim.SGD),
     "_fitted by Adam": _fitted(torch.optim.Adam),
 }

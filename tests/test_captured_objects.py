@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import array
+import collections
+import csv
+import importlib.util
+import io
+import logging
 import math
+import runpy
+import struct
+import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -208,3 +219,221 @@ def test_a_recording_within_another_knows_its_own_inference_mode() -> None:
         return within, inner(x) + torch.is_inference_mode_enabled(), x * asked
 
     torch.testing.assert_close(_through(fun)(X), (X * 2, X * 2, X * 2))
+
+
+# Objects and tensors that say themselves what an op is of them
+
+
+class _Operator:
+    """A linear operator, say: no tensor, but torch's functions take it."""
+
+    calls = 0
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.t, self.k, self.seen = t, 2.0, torch.zeros(2)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*(a.dense() if isinstance(a, _Operator) else a for a in args), **(kwargs or {}))
+
+    def dense(self) -> torch.Tensor:
+        return self.t * self.k
+
+
+class _Counting(_Operator):
+    def dense(self) -> torch.Tensor:
+        _Counting.calls += 1
+        self.seen = self.seen + self.t
+        return self.t * _Counting.calls + self.seen
+
+
+class _Doubled(nn.Parameter):
+    """A weight that is kept as its half."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        return result * 2 if function is nn.functional.linear else result
+
+
+class _Tripled(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(function, kinds, args, kwargs or {})
+        return result * 3 if function is torch.mul else result
+
+
+def _of_what_it_reads(wrap: Fun) -> Any:
+    operator = _Operator(torch.ones(2))
+    call = wrap(lambda x: torch.mul(x, operator).sum() + torch.matmul(operator, x))
+    results = [call(X)]
+    operator.t.mul_(3)
+    results.append(call(X))
+    operator.t = torch.ones(2) * 7
+    results.append(call(X))
+    operator.k = 5.0
+    return torch.stack([*results, call(X)])
+
+
+def _of_another_one(wrap: Fun) -> Any:
+    module = nn.Module()
+    module.op = _Operator(torch.ones(2))
+    call = wrap(lambda x: torch.matmul(module.op, x))
+    first = call(X)
+    module.op = _Operator(torch.full((2,), 11.0))
+    return first, call(X)
+
+
+def _of_what_it_writes(wrap: Fun) -> Any:
+    _Counting.calls, operator = 0, _Counting(torch.ones(2))
+    call = wrap(lambda x: torch.mul(x, operator).sum())
+    return [call(X) for _ in range(3)], operator.seen, _Counting.calls
+
+
+def _of_its_gradient(wrap: Fun) -> Any:
+    operator, x = _Operator(torch.ones(2, requires_grad=True)), X.clone().requires_grad_()
+    wrap(lambda x: (torch.mul(x, operator) ** 2).sum())(x).backward()
+    return x.grad, operator.t.grad
+
+
+def _of_a_parameter(wrap: Fun) -> Any:
+    layer, x = nn.Linear(2, 2, bias=False), X.clone().requires_grad_()
+    layer.weight = _Doubled(torch.ones(2, 2))
+    out = wrap(layer)(x)
+    out.square().sum().backward()
+    return out, x.grad, layer.weight.grad
+
+
+@pytest.mark.parametrize(
+    "case", [_of_what_it_reads, _of_another_one, _of_what_it_writes, _of_its_gradient, _of_a_parameter]
+)
+def test_what_has_a_torch_function_of_its_own_is_asked(case: Fun) -> None:
+    torch.testing.assert_close(case(_through), case(lambda fun: fun))
+
+
+def test_tensors_with_a_torch_function_of_their_own_are_refused_where_a_trace_cannot_have_them() -> None:
+    with pytest.raises(TypeError, match="an argument is a _Tripled, a tensor with a __torch_function__ of its own"):
+        _through(lambda x: x * 2)(X.as_subclass(_Tripled))
+    captured = X.as_subclass(_Tripled)
+    for fun in (lambda x: torch.mul(x, captured), lambda x: torch.mul(x.as_subclass(_Tripled), x)):
+        with pytest.raises(TypeError, match=r"is made one of a subclass of torch.Tensor"):
+            _through(fun)(X)
+
+
+# What tells itself from another only when it is looked at closely
+
+_SOURCE = "class Config:\n    scale = 2.0\n    sizes = [1]\n    class Inner: rate = 2.0\nclass Below(Config): pass\n"
+
+
+def _by_path(path: Any) -> dict[str, Any]:
+    return runpy.run_path(str(path))
+
+
+def _by_spec(path: Any) -> dict[str, Any]:
+    spec: Any = importlib.util.spec_from_file_location("configuration_of_mine", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)
+
+
+def _by_exec(path: Any) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(path.read_text(), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("load", [_by_path, _by_spec, _by_exec])
+def test_a_configuration_that_is_no_module_is_read_at_each_call(load: Fun, tmp_path: Any) -> None:
+    path = tmp_path / "configuration.py"
+    path.write_text(_SOURCE)
+    namespace = load(path)
+    Config, Below = namespace["Config"], namespace["Below"]
+    one = Config()
+    calls = [
+        _through(lambda x: x * Config.scale),
+        _through(lambda x: x * len(Config.sizes)),
+        _through(lambda x: x * Config.Inner.rate),
+        _through(lambda x: x * one.scale * Below.scale),
+    ]
+    for call in calls:
+        call(X)
+    Config.scale, Config.Inner.rate = 5.0, 7.0
+    Config.sizes.append(2)
+    torch.testing.assert_close([call(X) for call in calls], [X * k for k in (5, 2, 7, 25)])
+
+
+class _Held:
+    k = 2.0
+
+
+def _nothing(*_: Any) -> int:
+    """Of one line."""
+    return 0
+
+
+def test_values_that_are_equal_and_differ_are_two() -> None:
+    held: Any = types.SimpleNamespace(value=None)
+    read: dict[str, tuple[Fun, list[Any]]] = {
+        "range": (lambda: held.value.stop, [range(0, 3, 2), range(0, 4, 2)]),
+        "empty range": (lambda: held.value.start, [range(0), range(5, 5)]),
+        "window": (lambda: held.value.maxlen, [collections.deque([1.0], maxlen=n) for n in (2, 4)]),
+        "key": (lambda: len(str(next(iter(held.value)))), [{1: 0}, {True: 0}, {1.0: 0}]),
+    }
+    for number, values in read.values():
+        call, argument = _through(lambda x, n=number: x * n()), _through(lambda x, v, n=number: x * _with(held, v, n))
+        for value in values:
+            held.value = value
+            expected = X * number()
+            torch.testing.assert_close(call(X), expected)
+            held.value = None
+            torch.testing.assert_close(argument(X, value), expected)
+
+
+def _with(held: Any, value: Any, number: Fun) -> Any:
+    before, held.value = held.value, value
+    try:
+        return number()
+    finally:
+        held.value = before
+
+
+def test_what_code_asks_of_functions_references_and_the_process_is_never_stale(monkeypatch: Any) -> None:
+    held: Any = types.SimpleNamespace(one=_Held())
+    reference = weakref.ref(held.one)
+    calls = {
+        "reference": (lambda: 9.0 if reference() is None else 2.0, lambda: delattr(held, "one")),
+        "text": (lambda: len(_nothing.__doc__ or ""), lambda: monkeypatch.setattr(_nothing, "__doc__", "longer text")),
+        "name": (lambda: len(_nothing.__name__), lambda: monkeypatch.setattr(_nothing, "__name__", "f")),
+        "arguments": (lambda: len(sys.argv), lambda: monkeypatch.setattr(sys, "argv", ["a"] * 50)),
+        "logging": (lambda: 1 + _LOG.isEnabledFor(logging.ERROR), lambda: logging.disable(logging.CRITICAL)),
+    }
+    try:
+        for number, change in calls.values():
+            call = _through(lambda x, n=number: x * n())
+            torch.testing.assert_close(call(X), X * number())
+            change()
+            torch.testing.assert_close(call(X), X * number())
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: iter(collections.deque([1, 2, 3])),
+        lambda: reversed(collections.deque([1, 2, 3])),
+        lambda: iter(array.array("i", [1, 2, 3])),
+        lambda: csv.reader(io.StringIO("1\n2\n")),
+        lambda: struct.iter_unpack("b", b"\1\2"),
+        lambda: np.arange(4).flat,
+        lambda: np.nditer(np.arange(3)),
+    ],
+)
+def test_an_iterator_written_in_c_is_refused_by_name(make: Fun) -> None:
+    mine = make()
+    with pytest.raises(TypeError, match="mine is an iterator"):
+        _through(lambda x: x * len(str(next(mine))))(X)

@@ -417,6 +417,70 @@ def test_a_derivative_that_would_change_python_objects_again_is_refused() -> Non
     assert holder.counts == [1]
 
 
+def _of_a_number(holder: Any) -> Any:
+    return lambda x: torch.sigmoid(x * holder.k)
+
+
+def _of_a_function(holder: Any) -> Any:
+    return lambda x: holder.act(x * 2)
+
+
+def _of_an_entry(holder: Any) -> Any:
+    return lambda x: torch.sigmoid(x * holder.table["k"])
+
+
+CHANGES: dict[str, tuple[Any, Callable[[Any], None]]] = {
+    "number": (_of_a_number, lambda h: setattr(h, "k", 7.0)),
+    "function": (_of_a_function, lambda h: setattr(h, "act", torch.cos)),
+    "entry": (_of_an_entry, lambda h: h.table.update(k=9.0)),
+}
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "as_torch": lambda fun: as_torch(as_jax(fun)),
+    "recompute": lambda fun: as_torch(as_jax(fun), recompute=True),
+    "microbatch": lambda fun: mt.microbatch(fun, 0, 1, mt.AccumulationType.CONCAT),
+    "micro_vmap": mt.micro_vmap,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_derivative_of_what_a_call_has_read_is_not_one_of_what_stands_there_now(change: str, call: str) -> None:
+    """Second derivatives, and first ones that start from the inputs, trace the function again."""
+    make, move = CHANGES[change]
+
+    def gradients(fun: Any, holder: Any) -> Any:
+        x = torch.linspace(-1, 1, 3)[:, None].requires_grad_()
+        out = fun(x)
+        move(holder)
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return first, *torch.autograd.grad(first.square().sum(), x)
+
+    holders = [types.SimpleNamespace(k=2.0, act=torch.sin, table={"k": 2.0}) for _ in range(3)]
+    with pytest.raises(TypeError, match=r"something that the function reads .* has changed between the call"):
+        gradients(CALLS[call](make(holders[0])), holders[0])
+    still, move = holders[1], lambda holder: None
+    torch.testing.assert_close(gradients(CALLS[call](make(still)), still), gradients(make(holders[2]), holders[2]))
+
+
+def test_what_a_function_counts_itself_is_as_before_in_its_derivatives() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.step += 1
+            return torch.sigmoid(x * self.step)
+
+    def gradients(fun: Any) -> Any:
+        x = torch.linspace(-1, 1, 3).requires_grad_()
+        outs = [fun(x) for _ in range(3)]
+        (first,) = torch.autograd.grad(outs[1].square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)
+
+    torch.testing.assert_close(gradients(as_torch(as_jax(Counting()))), gradients(Counting()))
+
+
 def test_a_captured_tensor_requires_grad_in_derivatives_as_outside() -> None:
     w, x = torch.tensor([1.0, 2.0]).requires_grad_(), torch.ones(2)
     fun = lambda x: x * w * (2 if w.requires_grad else 3) * (5 if w.is_leaf else 7)

@@ -921,12 +921,50 @@ def _sets_a_field(state: Any, x: torch.Tensor) -> Any:
     return x
 
 
+def _removes(change: Any) -> Any:
+    def fun(state: Any, x: torch.Tensor) -> Any:
+        change(state)
+        return x
+
+    return fun
+
+
 @pytest.mark.parametrize("fun", [_writes_an_entry, _appends, _sets_a_field])
 def test_writes_to_containers_among_the_arguments_are_refused(fun: Any) -> None:
     state = {"v": ZERO, "list": [ZERO], "object": _State(ZERO)}
     with pytest.raises(TypeError, match=r"writes to argument 0\['.*container among its arguments"):
         _through(fun)(state, X[0])
-    torch.testing.assert_close(_through(lambda s, x: s.pop("v") + x)(state, X[0]), X[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.pop("v"),
+        lambda s: s.popitem(),
+        lambda s: s.clear(),
+        lambda s: s.__delitem__("list"),
+        lambda s: s["list"].pop(),
+        lambda s: s["list"].clear(),
+        lambda s: s["inner"]["deque"].popleft(),
+        lambda s: s["inner"].pop("deque"),
+        lambda s: delattr(s["object"], "v"),
+    ],
+)
+def test_removing_entries_of_containers_among_the_arguments_is_refused(change: Any) -> None:
+    """The caller would see them still, and the next call too."""
+    inner = {"deque": collections.deque([1.0, 2.0])}
+    state = {"v": ZERO, "list": [ZERO], "inner": inner, "object": _State(ZERO)}
+    with pytest.raises(TypeError, match=r"container among its arguments, which the caller would not see"):
+        _through(_removes(change))(state, X[0])
+    with pytest.raises(TypeError, match=r"test_state.py:\d+: the function removes options\['v'\]"):
+        _through(lambda x, *, options: (options.pop("v"), x)[1])(X[0], options=state)
+    torch.testing.assert_close(_through(lambda s, x: dict(s).pop("v") + x)(state, X[0]), X[0])
+    assert list(state) == ["v", "list", "inner", "object"]
+
+
+def test_another_order_of_a_dict_among_the_arguments_is_refused() -> None:
+    with pytest.raises(TypeError, match="changes the order of argument 0"):
+        _through(_removes(lambda s: s.move_to_end("a")))(collections.OrderedDict(a=ZERO, b=ZERO), X[0])
 
 
 # Cost

@@ -17,7 +17,15 @@ import torch.utils.checkpoint
 from torch import func
 
 from microtome.bridge import as_jax, as_torch
-from microtome.torch_api import clipped_grad, micro_grad, microbatch
+from microtome.torch_api import (
+    AccumulationType,
+    chunked_vmap,
+    clipped_grad,
+    micro_grad,
+    micro_vmap,
+    microbatch,
+    sliced_scan,
+)
 
 INF = [0.0, 0.0, 0.5]
 
@@ -258,3 +266,33 @@ def test_a_function_that_is_gone():
     _assert_same(_gradients(ours, (0,), x), _gradients(fun(x), (0,), x))
     (first,) = torch.autograd.grad(as_torch(lambda x: body(x)[2])(x), x, torch.ones(3), create_graph=True)
     assert first.requires_grad
+
+
+W = torch.ones(3, requires_grad=True)
+BATCHED = {
+    "microbatch": lambda fun: microbatch(fun, 0, 2, AccumulationType.CONCAT),
+    "micro_vmap": lambda fun: micro_vmap(fun, microbatch_size=2),
+    "chunked_vmap": lambda fun: chunked_vmap(fun, chunk_size=2),
+    "sliced_scan": lambda fun: lambda xs: sliced_scan(lambda c, x: (c + fun(x)[0], fun(x)[1]), torch.zeros(3), xs),
+    "as_torch": lambda fun: as_torch(as_jax(fun)),
+}
+
+
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_parameter_that_an_output_does_not_reach_has_no_gradient(name, output):
+    xs = torch.randn(4, 3, requires_grad=True)
+    out = BATCHED[name](lambda x: (x * W, torch.tanh(x)))(xs)[output]
+    wanted, of_xs = torch.autograd.grad(out.sum(), (W, xs), allow_unused=True)
+    assert (wanted is None) == (output == 1)
+    assert of_xs is not None
+
+
+@pytest.mark.parametrize("name", [name for name in BATCHED if name != "sliced_scan"])
+def test_results_of_a_call_inside_a_traced_function_require_grad_as_outside(name):
+    inner = BATCHED[name](lambda x: (x * W, (x * W).detach(), x > 0, torch.tanh(x), torch.relu(x * W + torch.zeros(3))))
+    asked = lambda x: [torch.tensor(float(y.requires_grad)) for y in inner(x)]
+    for x in (torch.randn(4, 3), torch.randn(4, 3, requires_grad=True)):
+        assert as_torch(as_jax(asked))(x) == asked(x)
+    outer = as_torch(as_jax(lambda x: inner(x)[1] * 2))
+    assert not outer(torch.randn(4, 3)).requires_grad

@@ -709,6 +709,12 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "unseeded generator of Python": (lambda: random.Random().random(), "Random.seed"),
     "unseeded generator of NumPy": (lambda: np.random.default_rng().random(), "os.urandom"),
     "unseeded generator of torch": (lambda: torch.Generator().seed() % 100, "Generator.seed"),
+    "state of torch's generator": (lambda: torch.get_rng_state()[0], "state of torch's generator"),
+    "state, by an alias": (lambda: _get_rng_state()[0], "state of torch's generator"),
+    "state that is set": (lambda: torch.set_rng_state(_STATE) or 1, "state of torch's generator"),
+    "state that is put back": (lambda: _forked(), "state of torch's generator"),
+    "new seed": (lambda: torch.seed() % 10, "state of torch's generator"),
+    "state of a generator": (lambda: torch.default_generator.get_state()[0], "state of a torch.Generator"),
     "globals()": (lambda: globals()[_put("NUM", "BER")], r"asks for globals\(\)"),
     "frame": (lambda: sys._getframe(0).f_globals[_put("NUM", "BER")], "_getframe"),
     "currentframe": (lambda: inspect.currentframe().f_globals[_put("NUM", "BER")], "_getframe"),  # type: ignore[union-attr]
@@ -720,7 +726,16 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "folder": (lambda: len(os.listdir(".")), "asks the file system"),
     "input": (lambda: float(input()), "asks the user"),
 }
+_get_rng_state, _STATE = torch.get_rng_state, torch.Generator().manual_seed(0).get_state()
+
+
+def _forked() -> torch.Tensor:
+    with torch.random.fork_rng():
+        return torch.rand(())
+
+
 _ALWAYS_OUTSIDE = (
+    *("state, by an alias", "state that is put back"),
     *("time", "alias", "by name", "attribute", "partial", "error that is caught", "datetime.now", "urandom", "uuid4"),
     *("unseeded generator of Python", "unseeded generator of NumPy", "globals()", "currentframe", "file", "path"),
     "whether a file exists",

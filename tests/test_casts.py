@@ -1,0 +1,180 @@
+"""Casts of per-example gradients and of data: what they round away counts where it is all that is left."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from microtome import torch_api as mt
+from microtome.jax_impl import clipped_grad, micro_grad
+
+
+def _loss(w, x, y):
+    return ((x @ w) * y).sum()
+
+
+def _to(dtype):
+    return lambda g: g.astype(dtype).astype(g.dtype)
+
+
+def _inputs(dtype):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=s), dtype) for s in ((6, 5), (3, 4, 6), (3, 4, 5)))
+
+
+bf16, f16, f32, f64 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64
+SEEN = {
+    "residual": (f32, lambda g: g - _to(bf16)(g)),
+    "residual, the other way round": (f32, lambda g: _to(bf16)(g) + -1.0 * g),
+    "high and low part": (f32, lambda g: {"high": g.astype(bf16), "low": (g - _to(bf16)(g)).astype(bf16)}),
+    "residual of a scaled copy": (f32, lambda g: g * 0.5 - _to(bf16)(g * 0.5)),
+    "residual in two places": (f32, lambda g: jnp.stack([g.T, -_to(bf16)(g).T]).sum(0)),
+    "residual by a product": (f32, lambda g: jnp.einsum("i,iab", jnp.array([1.0, -1]), jnp.stack([g, _to(bf16)(g)]))),
+    "residual by scatter": (f32, lambda g: g.at[1:3].add(-_to(bf16)(g)[1:3])),
+    "residual of a residual": (f32, lambda g: (r := g - _to(bf16)(g)) - _to(bf16)(r)),
+    "residual, stepwise": (f32, lambda g: jax.lax.fori_loop(0, 2, lambda _, r: r - _to(bf16)(r), g)),
+    "residual in half": (bf16, lambda g: g.astype(f32) * 1.001 - _to(bf16)(g.astype(f32) * 1.001)),
+    "of a gradient that was bfloat16": (bf16, lambda g: g.astype(f32) - _to(bf16)(g.astype(f32))),
+    "residual of 64 bits": (f64, lambda g: g - _to(f32)(g)),
+    "of a gradient that was of 32 bits": (f32, lambda g: g.astype(f64) - _to(f32)(g.astype(f64))),
+    "too small": (f16, lambda g: (g.astype(f32) * 1e-9).astype(f16).astype(f32) * 1e9),
+    "too small, scaled in half": (f16, lambda g: (g.astype(f32) * 1e-9).astype(f16) * f16(3e4)),
+    "too small, its norm": (f16, lambda g: g / (1e-3 + jnp.linalg.norm((g.astype(f32) * 1e-9).astype(f16)))),
+    "too large for 32 bits": (f64, lambda g: (g * 1e39).astype(f32).astype(f64)),
+    "too small for 32 bits": (f64, lambda g: (g * 1e-50).astype(f32).astype(f64) * 1e50),
+    "too small for bfloat16": (f64, lambda g: (g * 1e-50).astype(bf16).astype(f64) * 1e50),
+}
+
+
+def _wide(tree):
+    return jax.tree.map(lambda g: g.astype(f64), tree)
+
+
+def _close(result, expected):
+    """Up to the rounding of the gradients, which is no residual."""
+
+    def close(a, b):
+        size = np.abs(b).max(initial=0, where=np.isfinite(b))
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0.05, atol=0.02 * size)
+
+    jax.tree.map(close, result, expected)
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_a_cast_rounds_away_counts(name):
+    dtype, transform = SEEN[name]
+    with jax.enable_x64(True):
+        w, x, y = _inputs(dtype)
+        parts = jax.vmap(lambda x, y: _wide(transform(jax.grad(_loss)(w, x[None], y[None]))))(x, y)
+        expected = jax.tree.map(lambda g: g.sum(0), parts)
+        fun = micro_grad(_loss, transform_fn=transform, batch_argnums=(1, 2))
+        _close(fun(w, x, y)[0], expected)
+        _close(jax.jit(fun)(w, x, y)[0], expected)
+
+
+@pytest.mark.parametrize("name", [name for name in SEEN if name.startswith(("residual", "of", "too small for"))])
+def test_clipping_sees_what_a_cast_rounds_away(name):
+    dtype, transform = SEEN[name]
+    with jax.enable_x64(True):
+        w, x, y = _inputs(dtype)
+        parts = jax.vmap(lambda x, y: _wide(transform(jax.grad(_loss)(w, x[None], y[None]))))(x, y)
+        norms = jnp.sqrt(sum(jnp.square(g).reshape(3, -1).sum(1) for g in jax.tree.leaves(parts)))
+        bound = float(jnp.median(norms)) or 1.0
+        scales = jnp.minimum(1, bound / jnp.maximum(norms, bound))
+        options = {"l2_clip_norm": bound, "batch_argnums": (1, 2), "dtype": f64}
+        result = clipped_grad(_loss, pre_clipping_transform=transform, **options)(w, x, y)
+        _close(result, jax.tree.map(lambda g: jnp.einsum("i,i...", scales, g), parts))
+
+
+def test_torch_sees_what_a_cast_rounds_away():
+    torch.manual_seed(0)
+    w, x, y = torch.randn(6, 5), torch.randn(3, 4, 6), torch.randn(3, 4, 5)
+    for transform in (
+        lambda g: g - g.bfloat16().float(),
+        lambda g: g.double() - g.double().bfloat16(),
+        lambda g: torch.stack([g, -g.bfloat16()]).sum(0),
+        lambda g: torch.sub(g, g.half(), alpha=1),
+        lambda g: torch.lerp(g, g.bfloat16().float(), 1.0) - g,
+    ):
+        result, _ = mt.micro_grad(_loss, transform_fn=transform, batch_argnums=(1, 2))(w, x, y)
+        parts = [transform(torch.func.grad(_loss)(w, x[i : i + 1], y[i : i + 1])) for i in range(3)]
+        torch.testing.assert_close(result, sum(parts), rtol=0.05, atol=0.02 * float(sum(parts).abs().max()))
+
+
+def test_casts_that_round_only_keep_factors():
+    """Mixed precision: parameters used in bfloat16, gradients clipped in float32, twice."""
+
+    def loss(p, x):
+        low = lambda w: w.astype(bf16)
+        hidden = jnp.tanh(x.astype(bf16) @ low(p["tied"]))
+        return jnp.square((hidden @ low(p["tied"]).T) @ low(p["out"])).sum().astype(f32)
+
+    def clip(grads):
+        norm = jnp.sqrt(sum(jnp.square(g.astype(f32)).sum() for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda g: (g.astype(f32) * jnp.minimum(1, 1 / norm)).astype(g.dtype), grads)
+
+    def example(p, x):
+        return clip(jax.grad(loss)(p, x[None]))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (4, 3, 16))
+    for dtype in (f32, bf16):
+        p = {"tied": jax.random.normal(keys[1], (16, 16), dtype), "out": jax.random.normal(keys[2], (16, 16), dtype)}
+        fun = micro_grad(loss, transform_fn=lambda g: clip(clip(g)))
+        assert {path.path for path in fun.explain(p, x).paths.values()} == {"factored"}
+        parts = jax.vmap(example, (None, 0))(p, x)
+        _close(fun(p, x)[0], jax.tree.map(lambda g: g.astype(f32).sum(0), parts))
+
+
+# Of what an example's data alone say, as written: products of numbers, sums, casts.
+DATA = {
+    "quantisation error": lambda x, z: x * 3 - _to(bf16)(x * 3),
+    "two-sum": lambda x, z: x - ((x + z) - z),
+    "two-sum, scaled": lambda x, z: x * 3 - ((x * 3 + z * 2) - z * 2),
+    "two-sum in half": lambda x, z: x.astype(f16) - ((x.astype(f16) + z.astype(f16)) - z.astype(f16)),
+    "error of 64 bits": lambda x, z: x.astype(f64) / 3 - _to(f32)(x.astype(f64) / 3),
+}
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("name", DATA)
+def test_gradients_that_are_made_of_data_alone_are_computed_as_written(name, values):
+    loss = lambda w, x, z: (DATA[name](x, z).astype(f32) * w).sum()
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        w, x, z = (jnp.asarray(rng.normal(size=s), f32) for s in ((4, 6), (5, 4, 6), (5, 4, 6)))
+        z = z * 1e3
+        options = {"l2_clip_norm": 1e30, "batch_argnums": (1, 2), "keep_batch_dim": False}
+        fun = clipped_grad(loss, **options, return_values=values, return_grad_norms=True)
+        grads = jax.vmap(jax.grad(loss), (None, 0, 0))(w, x, z)
+        result, aux = jax.jit(fun)(w, x, z)
+        np.testing.assert_allclose(aux.grad_norms, jnp.linalg.norm(grads.reshape(5, -1), axis=1), rtol=1e-4)
+        np.testing.assert_allclose(result, grads.sum(0), rtol=1e-4, atol=1e-4 * float(jnp.abs(grads).max()))
+        assert float(jnp.abs(grads).max()) > 0
+
+
+@pytest.mark.parametrize(("offset", "dtype"), [(1024, f16), (512, f16), (192, bf16)])
+def test_norms_in_half_precision_of_inputs_with_an_offset(offset, dtype):
+    """Whole numbers, which half precision holds, and cotangents that add up to zero."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(offset + 2 * rng.integers(0, 4, (4, 6, 32)), dtype)
+    v = rng.integers(-8, 9, (4, 6, 8))
+    v[:, -1] -= v.sum(1)
+    loss = lambda w, x, v: jnp.sum((x.astype(dtype) @ w.astype(dtype)).astype(f32) * v)
+    w, v = jnp.zeros((32, 8), f32), jnp.asarray(v, f32)
+    options = {"batch_argnums": (1, 2), "keep_batch_dim": False, "return_grad_norms": True}
+    _, aux = jax.jit(clipped_grad(loss, l2_clip_norm=1.0, **options))(w, x, v)
+    grads = [np.asarray(jax.grad(loss)(w, *row), np.float64) for row in zip(x, v, strict=True)]
+    np.testing.assert_allclose(aux.grad_norms, [np.linalg.norm(g) for g in grads], rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-19, 5e-20, 1e-21, 1e-25])
+def test_the_bound_holds_where_squares_are_flushed_to_zero(size):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4, 6)), f32)
+    fun = clipped_grad(lambda w, x: (w * x).sum() * size, l2_clip_norm=1e-21, keep_batch_dim=False)
+    for row in x:
+        clipped = np.asarray(fun(jnp.ones((4, 6)), row[None]), np.float64)
+        assert np.linalg.norm(clipped) <= 1e-21 * (1 + 1e-5)
