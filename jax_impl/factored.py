@@ -212,8 +212,10 @@ class _Evaluator:
 
         As factors they would be added in another order, and scaled by several numbers at once.
         """
+        if not adds(e) and e.primitive.name not in ("mul", "div"):
+            return False
         out = e.outvars[0]
-        if not adds(e) and not (e.primitive.name in ("mul", "div") and is_narrow(getattr(out.aval, "dtype", None))):
+        if not adds(e) and not is_narrow(out.aval.dtype):
             return False
         if not any(v.aval.shape == out.aval.shape and self.is_batched(v) for v in e.invars):
             return False
