@@ -108,7 +108,7 @@ class Walk(Contents):
         self.flags = {name: FLAGS[name]() for name in sorted(names & FLAGS.keys())}
         self.asks_history = HISTORY in names
         self.may_read_clocks = self.met_clock or may_read_clocks(names)
-        self.key = Key.of((self.content, *self.flags.items()))
+        self.key = Key.of((self.content, *self.histories, *self.flags.items()))
         self.keep.clear()  # what is reached by weak references would outlive them
 
     def _follow(self) -> frozenset[str]:

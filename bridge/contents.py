@@ -53,6 +53,7 @@ class Contents:
         self.caches: list[Any] = []  # functions with a ``functools.cache``
         self.paths: list[Path] = []
         self.owners: list[torch.nn.Module | None] = []
+        self.histories: list[tuple[bool, bool | None]] = []  # of the tensors, which a call may change itself
         self.found_places: list[Place | torch.nn.Module] = []
         self.containers: list[tuple[Slot, Any]] = []
         self.namespaces: list[tuple[Any, Path]] = []
@@ -100,9 +101,8 @@ class Contents:
         self.tensors.append(x)
         self.paths.append(path)
         self.owners.append(self.owner)
-        self.parts.append((type(x), x.dtype, x.shape, x.requires_grad, x.device, x.layout, unusual_stride(x)))
-        if HISTORY in self.names:
-            self.parts.append(x.is_leaf)
+        self.parts.append((type(x), x.dtype, x.shape, x.device, x.layout, unusual_stride(x)))
+        self.histories.append((x.requires_grad, x.is_leaf if HISTORY in self.names else None))
         if x.__dict__:
             self.visit_fields(x.__dict__, x, path)
 
