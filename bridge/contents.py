@@ -241,7 +241,8 @@ class Contents:
 
 def is_iterator(x: Any) -> bool:
     """Whether an object written in C, of whose state nobody can tell, gives something else each time it is asked."""
-    if not isinstance(x, collections.abc.Iterator) or isinstance(x, (io.IOBase, torch.Tensor)):
+    apart: Any = io.IOBase, torch.Tensor, *weakref.ProxyTypes
+    if not isinstance(x, collections.abc.Iterator) or issubclass(kind_of(x), apart):
         return False
     return not isinstance(inspect.getattr_static(kind_of(x), "__next__"), types.FunctionType)
 

@@ -269,12 +269,12 @@ class Backward:
     def depends(self, given: Sequence[bool]) -> list[bool]:
         """Which gradients depend on the inputs, residuals and cotangents that are named."""
         graph, first = self.graph, len(given) - len(self.graph.cotangents)
-        gradients = graph.gradients
-        if any(given[:first]) or any(graph.own):  # what a backward pass of the user's gives need not come from them
-            return [gradient is not None for gradient in gradients]
-        named = set(itertools.compress(graph.cotangents, given[first:]))
-        # Zeros in the form of a cotangent count: torch too has them where its graph leads there.
-        return [gradient is not None and graph.leads(named, gradient) for gradient in gradients]
+        needed = list(itertools.compress(itertools.count(), graph.need))
+        ways = list(itertools.compress(itertools.compress(graph.reach, graph.differentiable), given[first:]))
+        return [
+            gradient is not None and (any(given[:first]) or any(way >> i & 1 for way in ways))
+            for i, gradient in zip(needed, graph.gradients, strict=True)
+        ]
 
     def _split(self, arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         inputs = len(self.function.metas)

@@ -250,10 +250,6 @@ class Graph:
                     stack.extend(node.refs())
         return live
 
-    def leads(self, nodes: set[int], value: Value) -> bool:
-        """Whether a way leads from some of the nodes to a value."""
-        return not nodes.isdisjoint(self._live([value]))
-
     def made_from(self, inputs: set[int]) -> list[bool]:
         """Which outputs and final values of mutations are computed from some of these inputs."""
         found = set(inputs)

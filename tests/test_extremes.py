@@ -13,6 +13,7 @@ from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
 
 Fun = Callable[[Tensor, Tensor], Tensor]
+pytestmark = pytest.mark.filterwarnings("ignore:.*has been compiled:UserWarning")
 inf = float("inf")
 
 
