@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -774,3 +775,17 @@ def test_forward_mode_inside_over_writes_into_views() -> None:
     x = torch.tensor([0.3, 0.7])
     for derive in (torch.func.jacfwd, torch.func.hessian):
         torch.testing.assert_close(as_torch(as_jax(derive(filled)))(x), derive(filled)(x))
+
+
+@pytest.mark.parametrize("k", [np.float64(0.5), np.float32(0.5), np.bool_(True), np.int64(2), np.int8(2)], ids=repr)
+def test_scalars_of_numpy_are_numbers_to_torch(k) -> None:
+    functions = [
+        lambda x, k: x * k,
+        lambda x, k: torch.where(x > 0, k, 0.0),
+        lambda x, k: torch.full((3,), k) + x,
+        lambda x, k: x * (2 if isinstance(k, float) else 3),
+        lambda x, k: x if k else x * 2,
+    ]
+    for x in (torch.arange(3), torch.ones(3), torch.tensor([True, False, True])):
+        for fun in functions:
+            torch.testing.assert_close(as_torch(as_jax(fun))(x, k), fun(x, k))
