@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import torch_internals as ti
-from .compilation import Flat, Mapped, Product, Program, Pushforward, flat_jaxpr, maps_function, memory_order
+from .compilation import Flat, Mapped, Product, Program, Pushforward, maps_function, memory_order, trace
 from .context import Call, running
 from .differentiation import dependent_outputs
 from .graph import Meta
@@ -260,7 +260,7 @@ def _dependent(flat: Flat, tensors: Sequence[torch.Tensor], need: Sequence[bool]
     signature = Key.of((flat.key, tuple(need), forms))
     with LOCK:
         if signature not in _DEPENDENT:
-            _DEPENDENT[signature] = dependent_outputs(flat_jaxpr(flat, tensors), [False, *need])
+            _DEPENDENT[signature] = dependent_outputs(trace(flat, tensors)[0], [False, *need])
             if len(_DEPENDENT) > _CACHE_SIZE:
                 _DEPENDENT.popitem(last=False)
         return _DEPENDENT[signature]

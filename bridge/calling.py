@@ -27,7 +27,7 @@ from .keys import Key
 from .names import read_count
 from .places import Place, WrittenContainers, path_name, remember_change, written_count
 from .side_effects import Watched
-from .trees import Structure, argument_name, bound_arguments, to_jax_tree, to_torch_tree
+from .trees import Structure, argument_name, bound_arguments, moves, to_jax_tree, to_torch_tree
 from .user_code import is_partly_users
 from .values import array_to_tensor, tensor_to_array
 from .versions import weak_float
@@ -193,7 +193,7 @@ def _prepare(
                 _STATIC_FLOATS[subject] = None
                 if len(_STATIC_FLOATS) > _CACHE_SIZE:
                     _STATIC_FLOATS.popitem(last=False)
-    return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, _moves), is_quiet)
+    return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, moves), is_quiet)
 
 
 def _prepare_as(
@@ -382,12 +382,8 @@ def _check_captured(walk: Walk) -> None:
                 raise type(error)(f"{path_name(path)}, which the function captures: {error}") from None
 
 
-def _moves(leaf: Any) -> bool:
-    return isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray))
-
-
 def _moves_or_is_float(leaf: Any) -> bool:
-    return type(leaf) is float or _moves(leaf)
+    return type(leaf) is float or moves(leaf)
 
 
 def _tensor(leaf: Any, device: torch.device | None) -> torch.Tensor:

@@ -104,11 +104,10 @@ class Walk(Contents):
             self.parts.append((name, tuple(found) if isinstance(found, collections.abc.ItemsView) else found))
         if count := change_count(identity):
             self.parts.append(count)
-        self.content = Key.of(self.parts)
         self.flags = {name: FLAGS[name]() for name in sorted(names & FLAGS.keys())}
         self.asks_history = HISTORY in names
         self.may_read_clocks = self.met_clock or may_read_clocks(names)
-        self.key = Key.of((self.content, *self.histories, *self.flags.items()))
+        self.key = Key.of((*self.parts, *self.histories, *self.flags.items()))
         self.keep.clear()  # what is reached by weak references would outlive them
 
     def _follow(self) -> frozenset[str]:
@@ -134,7 +133,7 @@ class Walk(Contents):
 
     def is_up_to_date(self) -> bool:
         """Whether the function would find everything but tensors as it did then."""
-        return Walk(self.root, self.values, self.names).content == self.content
+        return Walk(self.root, self.values, self.names).parts == self.parts
 
     @property
     def places(self) -> list[Place]:

@@ -252,24 +252,22 @@ class Outline:
         return cls(call.shape, call.results, call.draws, *left, *answers, met, call.missing)
 
 
-def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
-    """Trace a call without compiling it; the tensors may be those of ``torch.func``."""
-    call = Call({}, None, root.device, root.grad)
-    with torch._C.DisableTorchFunction():
-        avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for t in tensors]
-    with enable_x64(), running(call), as_before(root.before):
-        jax.eval_shape(lambda key, *arrays: root.run(call, key, arrays), _KEY, *avals)
-    return Outline.of(call, root)
+def trace(flat: Flat, tensors: Sequence[torch.Tensor]) -> tuple[Any, Call]:
+    """The program of a flat function, its first input the key of its draws, and what its trace has met.
 
-
-def flat_jaxpr(flat: Flat, tensors: Sequence[torch.Tensor]) -> Any:
-    """The program of a flat function, its first input the key of its draws."""
+    Nothing is compiled; the tensors may be those of ``torch.func``.
+    """
     root = flat.root
     call = Call({}, None, root.device, root.grad)
     with torch._C.DisableTorchFunction():
         avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for t in tensors]
     with enable_x64(), running(call), as_before(root.before):
-        return jax.make_jaxpr(lambda key, *arrays: flat.run(call, key, arrays))(_KEY, *avals)
+        return jax.make_jaxpr(lambda key, *arrays: flat.run(call, key, arrays))(_KEY, *avals), call
+
+
+def outline(root: Root, tensors: Sequence[torch.Tensor]) -> Outline:
+    """What a trace of a call shows."""
+    return Outline.of(trace(root, tensors)[1], root)
 
 
 class Program:

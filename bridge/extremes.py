@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from .graph import Node, Ref, Value
 
@@ -35,45 +35,28 @@ _EXACT = frozenset(
 _STORED = frozenset(("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "convolution", "sum", "mean", "prod", "cumsum"))
 
 
-def compared(nodes: Sequence[Node | None], roots: Sequence[Value]) -> set[Ref]:
-    """The results that have to be stored: an extreme is taken of them, and something else reads them."""
+def compared(nodes: Sequence[Node | None], roots: Sequence[Value], live: set[int]) -> set[Ref]:
+    """The results that have to be stored: an extreme is taken of them, and something else that is live reads them."""
+    computed = [node for i, node in enumerate(nodes) if node is not None and i in live]
     readers = Counter(root for root in roots if isinstance(root, Ref))
-    for i in _live(nodes, roots):
-        readers.update(_operands(nodes[i]))
+    for node in computed:
+        readers.update(node.operands())
     found: set[Ref] = set()
-    for i in _live(nodes, roots):
-        node = nodes[i]
-        if node is not None and _is_extreme(node):
-            stack = [(ref, False) for ref in list(_operands(node))[:1]]
-            while stack:
-                ref, shared = stack.pop()
-                source = nodes[ref.node]
-                meta = None if source is None else source.results[ref.item or 0]
-                if source is None or meta is None or not meta.dtype.is_floating_point or ref in found:
-                    continue
-                shared = shared or readers[ref] > 1
-                if source.name in _EXACT:
-                    stack += [(operand, shared) for operand in _operands(source)]
-                elif shared and source.name not in _STORED:
-                    found.add(ref)
+    stack = [(ref, False) for node in computed if _is_extreme(node) for ref in list(node.operands())[:1]]
+    while stack:
+        ref, shared = stack.pop()
+        source = nodes[ref.node]
+        meta = None if source is None else source.results[ref.item or 0]
+        if source is None or meta is None or not meta.dtype.is_floating_point or ref in found:
+            continue
+        shared = shared or readers[ref] > 1
+        if source.name in _EXACT:
+            stack += [(operand, shared) for operand in source.operands()]
+        elif shared and source.name not in _STORED:
+            found.add(ref)
     return found
 
 
 def _is_extreme(node: Node) -> bool:
     exponents = [x for x in node.leaves[1:2] if isinstance(x, (int, float))]
     return node.name in _EXTREMES or (node.name in _NORMS and any(map(math.isinf, exponents)))
-
-
-def _operands(node: Node | None) -> Iterator[Ref]:
-    return (leaf for leaf in node.leaves if type(leaf) is Ref) if node is not None else iter(())
-
-
-def _live(nodes: Sequence[Node | None], roots: Sequence[Value]) -> list[int]:
-    live: set[int] = set()
-    stack = [root.node for root in roots if isinstance(root, Ref)]
-    while stack:
-        i = stack.pop()
-        if i not in live:
-            live.add(i)
-            stack += [ref.node for ref in _operands(nodes[i])]
-    return sorted(live)

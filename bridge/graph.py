@@ -113,8 +113,11 @@ class Node:
         """The op's, without namespace and overload; empty for what is no op of torch's."""
         return getattr(getattr(self.op, "overloadpacket", None), "__name__", "")
 
+    def operands(self) -> Iterable[Ref]:
+        return (leaf for leaf in self.leaves if type(leaf) is Ref)
+
     def refs(self) -> Iterable[int]:
-        return (leaf.node for leaf in self.leaves if type(leaf) is Ref)
+        return (ref.node for ref in self.operands())
 
 
 Value = Ref | Const
@@ -165,7 +168,7 @@ class Graph:
         from .extremes import compared
         from .rewriting import barriers
 
-        self.stored = compared(self.nodes, [*roots, *backward_roots])
+        self.stored = compared(self.nodes, [*roots, *backward_roots], forward | backward)
         self.guarded_leaves, self.guarded_results = barriers(self.nodes, [*roots, *backward_roots])
 
     def reads(self, captured: Iterable[int]) -> bool:
@@ -236,7 +239,7 @@ class Graph:
 
     def _refs(self, i: int) -> Iterable[Ref]:
         node = self.nodes[i]
-        return () if node is None else (leaf for leaf in node.leaves if type(leaf) is Ref)
+        return () if node is None else node.operands()
 
     def _live(self, roots: Sequence[Value]) -> set[int]:
         live: set[int] = set()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import threading
 import types
@@ -297,14 +296,15 @@ class Interception(TorchFunctionMode):
         start = len(self.recorder.nodes)
         foreign = any(map(ti.has_own_function, types)) and torch._C._is_torch_function_enabled()
         with self.recorder.noting_refusals():
-            run = functools.partial(self._by_objects, types) if foreign else self._run
-            result = run(func, args, kwargs or {})
+            result = (
+                self._by_objects(func, types, args, kwargs or {}) if foreign else self._run(func, args, kwargs or {})
+            )
         if self.recording_backward and ti.in_backward():
             self.recorder.in_backward.update(range(start, len(self.recorder.nodes)))
             self._note_cuts(result)
         return result
 
-    def _by_objects(self, types: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _by_objects(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What objects, or tensors of a class with a ``__torch_function__`` of its own, make of an op.
 
         They see no stand-ins: the ops that they call come here.

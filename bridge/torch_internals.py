@@ -449,7 +449,7 @@ def sequence_number() -> int:
 
 def forward_mode_is_active() -> bool:
     """Whether tensors may be dual numbers."""
-    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    return dual_level_is_open() and torch._C._is_fwd_grad_enabled()
 
 
 def dual_level_is_open() -> bool:

@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.interpreters import ad
 
@@ -29,7 +28,7 @@ from .repeating import check_second_call
 from .running import FlatFunction, Mode, no_place_for_updates, where
 from .side_effects import Generators, Watched
 from .torch2jax_engine import InterpretedFunction
-from .trees import Structure, argument_name, bound_arguments, is_array, to_jax_tree, to_torch_tree, without_rows
+from .trees import Structure, argument_name, bound_arguments, is_array, moves, to_jax_tree, to_torch_tree, without_rows
 from .values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
 from .versions import enable_x64
 
@@ -165,7 +164,7 @@ class _Traced:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         with enable_x64():
             tree, rows = without_rows(to_jax_tree((args, kwargs), _to_array))
-            leaves, structure = Structure.split(tree, _moves)
+            leaves, structure = Structure.split(tree, moves)
             arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
             outer = current_call()
             if outer is not None and outer.has_floats and any(a.weak_type and a.ndim == 0 for a in arrays):
@@ -392,11 +391,6 @@ def _as_array(leaf: Any) -> Any:
             "microbatch returns one: return tensors and numbers only."
         )
     return leaf
-
-
-def _moves(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is a tensor for the torch function; NumPy's scalars are numbers to torch."""
-    return is_array(leaf) and not isinstance(leaf, np.generic)
 
 
 def _to_array(leaf: Any) -> Any:

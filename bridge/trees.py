@@ -194,6 +194,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
+def moves(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is a tensor for a torch function, to which NumPy's scalars are numbers."""
+    return isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray))
+
+
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """``jax.tree.flatten``, whose result type checkers do not know."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)

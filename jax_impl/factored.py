@@ -212,15 +212,12 @@ class _Evaluator:
 
         As factors they would be added in another order, and scaled by several numbers at once.
         """
-        if not adds(e) and e.primitive.name not in ("mul", "div"):
-            return False
-        out = e.outvars[0]
-        if not adds(e) and not is_narrow(out.aval.dtype):
-            return False
-        if not any(v.aval.shape == out.aval.shape and self.is_batched(v) for v in e.invars):
-            return False
-        numbers = [v for v in e.invars if isinstance(v, Literal) or v in self.scalars or not v.aval.shape]
-        if not adds(e) and len(numbers) < len(e.invars) - 1:
+        if not adds(e):
+            if e.primitive.name not in ("mul", "div") or not is_narrow(e.outvars[0].aval.dtype):
+                return False
+            if not any(isinstance(v, Literal) or v in self.scalars or not v.aval.shape for v in e.invars):
+                return False
+        if not any(v.aval.shape == e.outvars[0].aval.shape and self.is_batched(v) for v in e.invars):
             return False
         values = [self.read(v) for v in e.invars]
         return not any(isinstance(x, Squares) or (isinstance(x, Lazy) and not x.is_array) for x in values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,9 @@ def _timm(name: str, size: int = 32, kind: str | None = None, **fields: Any) -> 
         return getattr(module, kind)(num_classes=5, **{k: named(v) for k, v in fields.items()}), size, None
 
     return make
+
+
+_mixer = functools.partial(_timm, "mlp_mixer", kind="MlpMixer", img_size=32, embed_dim=16, num_blocks=2)
 
 
 def _vgg(models: Any) -> nn.Module:
@@ -127,27 +131,9 @@ _FAMILIES: dict[str, Callable[[], tuple[nn.Module, int, str | None]]] = {
     "timm MobileViT": _timm("mobilevit_xxs", 64),
     "timm EdgeNeXt": _timm("edgenext_xx_small", 64, dims=(8, 16, 16, 16), depths=(1, 1, 1, 1), heads=(2, 2, 2, 2)),
     "timm ConvNeXt": _timm("convnext_atto", dims=(8, 8, 16, 16), depths=(1, 1, 1, 1)),
-    "timm Mixer": _timm("mlp_mixer", kind="MlpMixer", img_size=32, embed_dim=16, num_blocks=2),
-    "timm gMLP": _timm(
-        "mlp_mixer",
-        kind="MlpMixer",
-        img_size=32,
-        embed_dim=16,
-        num_blocks=2,
-        mlp_ratio=6,
-        block_layer="SpatialGatingBlock",
-        mlp_layer="GatedMlp",
-    ),
-    "timm ResMLP": _timm(
-        "mlp_mixer",
-        kind="MlpMixer",
-        img_size=32,
-        embed_dim=16,
-        num_blocks=2,
-        mlp_ratio=4,
-        block_layer="ResBlock",
-        norm_layer="Affine",
-    ),
+    "timm Mixer": _mixer(),
+    "timm gMLP": _mixer(mlp_ratio=6, block_layer="SpatialGatingBlock", mlp_layer="GatedMlp"),
+    "timm ResMLP": _mixer(mlp_ratio=4, block_layer="ResBlock", norm_layer="Affine"),
     "timm ResNet-T": _timm("resnet10t", channels=(8, 8, 16, 16), stem_width=8),
     "timm ResNeSt": _timm("resnest14d", 64, stem_width=8, channels=(8, 8, 16, 16)),
     "timm Res2Net": _timm("res2net50_14w_8s", 32, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16)),
