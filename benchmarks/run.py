@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from microtome import torch_api as mt
-from microtome.bridge.values import array_to_tensor, tensor_to_array
+from microtome.bridge.memory.values import array_to_tensor, tensor_to_array
 
 
 def fastest(*funs: Callable[[], Any], repeats: int = 15) -> list[float]:

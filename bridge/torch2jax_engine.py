@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import torch
 
-from . import torch_internals as ti
-from .errors import TraceError, user_line
-from .graph import Meta
+from .base import torch_internals as ti
+from .base.errors import TraceError, user_line
+from .record.nodes import Meta
 
 
 class _Keys:
@@ -69,10 +69,3 @@ def _named_refusal() -> Iterator[None]:
             f'{user_line(error)}: engine="torch2jax" does not know what the function does there ({str(error)[:200]}); '
             'use engine="record"'
         ) from error
-
-
-def is_interpreted(value: Any) -> bool:
-    """Whether a value is what stands for a tensor in this engine."""
-    import torch2jax
-
-    return isinstance(value, torch2jax.Torchish)

@@ -1,12 +1,12 @@
 """Memory-saving transforms in JAX. Importing this package never imports torch."""
 
-from .accumulation import AccumulationType, Accumulator, weighted_mean
-from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
+from .batches.accumulation import AccumulationType, Accumulator, weighted_mean
+from .batches.partition import reshape_batch_axis
 from .chunking import chunked_vmap
 from .clipping import ClippedAux, ClippedGrad, clip_by_global_norm, clipped_grad, global_norm, rescale_by_norm
-from .factored import Explanation
+from .derivatives import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
+from .factors.plan import Explanation
 from .microbatching import Aux, micro_grad, micro_vmap, microbatch
-from .partition import reshape_batch_axis
 from .scanning import checkpoint_chunked_scan, sliced_scan
 from .static import Static
 

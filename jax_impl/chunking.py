@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .arguments import Arguments, Batch, Function, collect, leaf_axes, mapped_axes, wraps
-from .execution import Traced, example_shapes
-from .slices import over_slices, write
-from .trees import PyTree, check_width, flatten_with_names, positive, with_weak_type
+from .batches.arguments import Arguments, Batch, Function, collect, leaf_axes, mapped_axes, wraps
+from .batches.loop import Traced, example_shapes
+from .batches.slices import over_slices, write
+from .program.trees import PyTree, check_width, flatten_with_names, positive, with_weak_type
 
 
 def chunked_vmap(

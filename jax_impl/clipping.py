@@ -12,14 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .accumulation import AccumulationType, DividedSum
-from .arguments import Arguments, Batch, Function, Slot, axis_of_keyword, collect, indices, read, slots, wraps, write
-from .differentiation import places_to_differentiate, value_and_grad
-from .execution import accumulate, explained
-from .factored import Explanation
-from .partition import Options
-from .sums import wide
-from .trees import PyTree, as_array, check_width, dtype_of, flatten, flatten_with_names, outlined
+from .batches.accumulation import AccumulationType, DividedSum
+from .batches.arguments import (
+    Arguments,
+    Batch,
+    Function,
+    Slot,
+    axis_of_keyword,
+    collect,
+    indices,
+    read,
+    slots,
+    wraps,
+    write,
+)
+from .batches.differentiation import places_to_differentiate, value_and_grad
+from .batches.loop import accumulate, explained
+from .batches.partition import Options
+from .factors.plan import Explanation
+from .program.sums import wide
+from .program.trees import PyTree, as_array, check_width, dtype_of, flatten, flatten_with_names, outlined
 
 
 class ClippedAux(NamedTuple):

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .accumulation import AccumulationType, Accumulator, AccumulatorTree
-from .arguments import Arguments, Function, Slot, axis_of_keyword, collect, indices, mapped_axes, slots, wraps
-from .differentiation import places_to_differentiate, value_and_grad
-from .execution import VmapFn, accumulate, explained
-from .factored import Explanation
-from .fitting import checked_tree
-from .partition import Options
-from .trees import PyTree
+from .batches.accumulation import AccumulationType, Accumulator, AccumulatorTree
+from .batches.arguments import Arguments, Function, Slot, axis_of_keyword, collect, indices, mapped_axes, slots, wraps
+from .batches.differentiation import places_to_differentiate, value_and_grad
+from .batches.fitting import checked_tree
+from .batches.loop import VmapFn, accumulate, explained
+from .batches.partition import Options
+from .factors.plan import Explanation
+from .program.trees import PyTree
 
 
 class Aux(NamedTuple):

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .execution import Traced
-from .sums import Shared
-from .trees import PyTree, as_array, flatten_with_names, integer, is_weak, positive, structure, with_weak_type
+from .batches.loop import Traced
+from .program.sums import Shared
+from .program.trees import PyTree, as_array, flatten_with_names, integer, is_weak, positive, structure, with_weak_type
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Arrays = list[jax.Array]

@@ -32,9 +32,9 @@ from operator_samples import (
 )
 
 from microtome.bridge import as_jax
-from microtome.bridge.errors import TraceError
-from microtome.bridge.values import array_to_tensor, tensor_to_array
-from microtome.bridge.versions import enable_x64
+from microtome.bridge.base.errors import TraceError
+from microtome.bridge.base.versions import enable_x64
+from microtome.bridge.memory.values import array_to_tensor, tensor_to_array
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from microtome import jax_impl, torch_api
 from microtome.bridge import as_jax, as_torch, to_jax, to_torch
-from microtome.bridge.versions import enable_x64
+from microtome.bridge.base.versions import enable_x64
 
 
 class _Cube(torch.autograd.Function):

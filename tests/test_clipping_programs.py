@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from microtome.jax_impl import AccumulationType, clip_by_global_norm, clipped_grad, global_norm, micro_grad
-from microtome.jax_impl.rules import RULES
+from microtome.jax_impl.factors.rules import RULES
 
 _BOUND = 0.5
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from microtome import bridge
-from microtome.bridge import as_torch, devices, share_gpu_memory
+from microtome.bridge import as_torch, share_gpu_memory
+from microtome.bridge.memory import devices
 
 PREALLOCATE, FRACTION = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"
 

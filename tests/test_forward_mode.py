@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge.errors import NoForwardMode, TraceError
+from microtome.bridge.base.errors import NoForwardMode, TraceError
 
 from .torch_cases import assert_same
 

@@ -43,8 +43,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge import autograd as autograd_internals
-from microtome.bridge import calling as calling_internals
+from microtome.bridge.call import as_torch as calling_internals
+from microtome.bridge.call import autograd as autograd_internals
 
 Fun = Callable[[torch.Tensor], torch.Tensor]
 Scenario = tuple[Fun, Callable[[], object]]

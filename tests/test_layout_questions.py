@@ -10,7 +10,7 @@ from torch import nn
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge.errors import TraceError
+from microtome.bridge.base.errors import TraceError
 
 from .torch_cases import assert_same
 

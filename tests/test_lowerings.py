@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from microtome.bridge import as_jax, as_torch, to_jax
-from microtome.bridge.versions import enable_x64
+from microtome.bridge.base.versions import enable_x64
 
 Fun = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce:UserWarning", "ignore:.*has been compiled:UserWarning")

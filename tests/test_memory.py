@@ -16,8 +16,8 @@ from torch import nn
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch, lift
-from microtome.bridge import autograd as autograd_internals
-from microtome.bridge import calling as calling_internals
+from microtome.bridge.call import as_torch as calling_internals
+from microtome.bridge.call import autograd as autograd_internals
 
 
 @pytest.fixture(autouse=True)

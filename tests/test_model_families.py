@@ -18,7 +18,7 @@ from torch import nn
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge import autograd as autograd_internals
+from microtome.bridge.call import autograd as autograd_internals
 
 REFUSED = {"Longformer": "a Python number or bool was asked"}  # whether a token attends to all others
 CLOSE = {"rtol": 2e-3, "atol": 2e-5}

@@ -17,7 +17,8 @@ from clipping_models import MODELS
 from microbatching_cases import assert_same, norm
 
 from microtome import torch_api as mt
-from microtome.jax_impl import AccumulationType, Accumulator, clipped_grad, micro_grad, one_by_one
+from microtome.jax_impl import AccumulationType, Accumulator, clipped_grad, micro_grad
+from microtome.jax_impl.factors import one_by_one
 
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 

@@ -17,7 +17,7 @@ import pytest
 from test_readme import BLOCKS, promised
 
 import microtome
-from microtome.jax_impl.versions import scan_counts
+from microtome.jax_impl.program.versions import scan_counts
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("bridge", "jax_impl", "torch_api")

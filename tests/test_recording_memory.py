@@ -20,10 +20,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge.errors import TraceError
-from microtome.bridge.graph import Meta
-from microtome.bridge.recorder import Recorder
-from microtome.bridge.torch_internals import FakeTensor
+from microtome.bridge.base.errors import TraceError
+from microtome.bridge.base.torch_internals import FakeTensor
+from microtome.bridge.record.nodes import Meta
+from microtome.bridge.record.recorder import Recorder
 
 from .torch_cases import assert_same
 

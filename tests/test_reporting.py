@@ -19,7 +19,8 @@ from jax.scipy.sparse.linalg import cg
 from torch.utils.checkpoint import checkpoint
 
 from microtome import torch_api as mt
-from microtome.bridge import as_jax, as_torch, reporting
+from microtome.bridge import as_jax, as_torch
+from microtome.bridge.call import reporting
 
 HERE = r"test_reporting\.py:\d+: "
 TABLE = torch.arange(6.0).reshape(3, 2) + 1
@@ -231,7 +232,7 @@ def test_checks_take_no_memory(name: str, programs: list[Any], monkeypatch: pyte
         return _bytes(programs)
 
     checked = used((1, 2, 3))
-    monkeypatch.setattr("microtome.bridge.graph.checked", lambda op, args, line: args)
+    monkeypatch.setattr("microtome.bridge.record.run.checked", lambda op, args, line: args)
     unchecked = used((1, 2, 4))  # another function, which has a program of its own
     # XLA finds another order of the operations: with jax 0.12 one in which more is alive at a time.
     slack = 1.01 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11) else 1.5

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from microtome import torch_api as mt
-from microtome.bridge import as_jax, as_torch, rewriting, to_jax
+from microtome.bridge import as_jax, as_torch, to_jax
+from microtome.bridge.record import rewriting
 
 Fun = Callable[..., Tensor]
 pytestmark = pytest.mark.filterwarnings("ignore:.*has been compiled:UserWarning")

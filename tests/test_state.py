@@ -23,7 +23,7 @@ from torch.utils import _pytree as torch_pytree
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge import autograd as autograd_internals
+from microtome.bridge.call import autograd as autograd_internals
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
 ZERO = torch.zeros(2)

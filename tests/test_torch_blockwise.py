@@ -17,8 +17,8 @@ from torch_cases import assert_same, data
 from microtome import jax_impl
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, to_jax
-from microtome.jax_impl.blockwise import hessian_matrix, temporary_bytes
-from microtome.torch_api.blockwise import _leaner
+from microtome.jax_impl.derivatives import hessian_matrix, temporary_bytes
+from microtome.torch_api.derivatives import _leaner
 
 FEW = settings(derandomize=True, deadline=None, max_examples=5, database=None)
 

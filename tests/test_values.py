@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from microtome.bridge import values, versions
-from microtome.bridge.values import (
+from microtome.bridge.base import versions
+from microtome.bridge.memory import values
+from microtome.bridge.memory.values import (
     array_to_tensor,
     jax_device,
     jax_dtype,

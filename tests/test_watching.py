@@ -52,7 +52,7 @@ from torch import nn
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge import calling as calling_internals
+from microtome.bridge.call import as_torch as calling_internals
 
 Fun = Callable[..., torch.Tensor]
 Change = Callable[[], object]

@@ -2,11 +2,13 @@
 
 from ..bridge import as_jax, as_torch, jax_function, lift, share_gpu_memory, to_jax, to_torch
 from ..jax_impl import Aux, ClippedAux, Explanation, Static
-from .blockwise import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .chunking import chunked_vmap
 from .clipping import clip_by_global_norm, clipped_backward, clipped_grad, global_norm, rescale_by_norm
-from .comparison import compare
-from .mapping import Source
+from .comparison.compare import compare
+from .comparison.mapping import Source
+from .comparison.proposing import propose_mapping
+from .comparison.report import Report
+from .derivatives import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .microbatching import (
     AccumulationType,
     Accumulator,
@@ -17,8 +19,6 @@ from .microbatching import (
     reshape_batch_axis,
     weighted_mean,
 )
-from .proposing import propose_mapping
-from .report import Report
 from .scanning import checkpoint_chunked_scan, sliced_scan
 
 __all__ = [

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import jax_impl
-from ..bridge.calling import only_maps
-from ..bridge.lifting import to_jax_callable
-from ..bridge.trees import to_jax_tree
+from ..bridge.call.as_torch import only_maps
+from ..bridge.lift import to_jax_callable
+from ..bridge.memory.trees import to_jax_tree
 from ..jax_impl.chunking import mapped_in_chunks
-from .rows import Fun, finish, number_rows, parameter_names
+from .calls import Fun, finish, number_rows, parameter_names
 
 
 def chunked_vmap(

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from .. import jax_impl
-from ..bridge.captures import Walk, is_traced
-from ..bridge.lifting import to_jax_callable
-from ..bridge.trees import to_jax_tree
-from ..bridge.values import jax_dtype
+from ..bridge.lift import to_jax_callable
+from ..bridge.memory.trees import to_jax_tree
+from ..bridge.memory.values import jax_dtype
+from ..bridge.watch.walk import Walk, is_traced
 from ..jax_impl import ClippedAux
+from .calls import Fun, explain_with, finish
 from .microbatching import frozen_flags, listed, of_gradients, per_example
-from .rows import Fun, explain_with, finish
 
 
 def global_norm(tree: Any) -> torch.Tensor:

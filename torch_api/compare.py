@@ -2,8 +2,8 @@
 
 import sys
 
-from .command import main
-from .comparison import compare
+from .comparison.command import main
+from .comparison.compare import compare
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,16 +12,16 @@ import torch
 
 from .. import jax_impl
 from ..bridge import lift
-from ..bridge.calling import only_maps
-from ..bridge.differentiation import torch_call_p, torch_linear_p
-from ..bridge.errors import user_line
-from ..bridge.lifting import to_jax_callable
-from ..bridge.trees import Rows, flatten, to_jax_tree, without_rows
-from ..bridge.values import jax_dtype
-from ..bridge.versions import enable_x64
+from ..bridge.base.errors import user_line
+from ..bridge.base.versions import enable_x64
+from ..bridge.call.as_torch import only_maps
+from ..bridge.derive.differentiation import torch_call_p, torch_linear_p
+from ..bridge.lift import to_jax_callable
+from ..bridge.memory.trees import Rows, flatten, to_jax_tree, without_rows
+from ..bridge.memory.values import jax_dtype
 from ..jax_impl import AccumulationType, weighted_mean
-from ..jax_impl.inlining import CALLS
-from .rows import Fun, explain_with, finish, number_rows, number_rows_by_name, parameter_names, place_of, replace
+from ..jax_impl.program.inline import CALLS
+from .calls import Fun, explain_with, finish, number_rows, number_rows_by_name, parameter_names, place_of, replace
 
 
 def _write_out(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:

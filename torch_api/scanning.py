@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from .. import jax_impl
 from ..bridge import as_torch
-from ..bridge.calling import only_maps
-from ..bridge.captures import is_traced
-from ..bridge.lifting import to_jax_callable
-from ..bridge.trees import Rows
-from .rows import Fun, numbers_to_tensors
+from ..bridge.call.as_torch import only_maps
+from ..bridge.lift import to_jax_callable
+from ..bridge.memory.trees import Rows
+from ..bridge.watch.walk import is_traced
+from .calls import Fun, numbers_to_tensors
 
 
 def sliced_scan(

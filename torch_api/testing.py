@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import torch
 
-from .comparison import compare
-from .differences import as_numpy
-from .report import Report
+from .comparison.compare import compare
+from .comparison.differences import as_numpy
+from .comparison.report import Report
 
 __all__ = ["assert_agrees", "assert_same"]
 

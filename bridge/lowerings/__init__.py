@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..torchax_ops import torchax_table
 from ._registry import OWN, Lowering
+from .torchax_ops import torchax_table
 
 _FILES = (
     "backward",
@@ -70,16 +70,14 @@ def has_lowering(op: torch._ops.OpOverload) -> Literal["own", "torchax"] | None:
 
 
 @functools.cache
-def find_lowering(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def find_lowering(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """``lowering(*args, **kwargs, _results, _key)``: the metas of the results, and the key of a random op."""
     own = _own(op)
     if own is not None:
         return own
     table = from_torchax(op)
     if table is None:
-        from .backward import pull_back  # an op ``f_backward`` without a lowering pulls back through that of ``f``
-
-        table = pull_back(op)
+        return None
 
     def call(*args: Any, _results: Any, _key: Any, **kwargs: Any) -> Any:
         for name in ("pin_memory", "layout", "device"):

@@ -1,98 +1,16 @@
-"""Backward ops of torch's autograd that have no lowering: the cotangent is pulled back through the forward op's own.
+"""Backward ops of torch's autograd, as torch's hand-written kernels compute them.
 
-torch computes the same derivative in a hand-written kernel. Where JAX's choice of subgradient differs (ties, zeros),
-the op has its own lowering in the other files.
+Those without a lowering pull their cotangent back through the forward op (``record/run.py``). Where JAX's choice of
+subgradient differs (ties, zeros), the op has its own lowering, here or beside its forward op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import Array
 
 from ._registry import lowering
-
-aten = torch.ops.aten
-
-
-def forward(op: Any) -> Callable[..., Any]:
-    """The lowering of a forward op, for use by another lowering, which JAX may differentiate."""
-    from . import find_lowering, has_lowering
-
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        overloads = op.overloads()
-        op = getattr(op, "default" if "default" in overloads else overloads[0])
-    if has_lowering(op) is None:
-        return lambda *args: _recorded(op, args)
-    found = find_lowering(op)
-    return lambda *args, **kwargs: found(*args, _results=(), _key=None, **kwargs)
-
-
-def _recorded(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
-    """An op that torch decomposes: record it, and run the smaller ops."""
-    from ..graph import Meta, read, run
-    from ..recording import record
-    from ..values import torch_dtype
-
-    where = [i for i, a in enumerate(args) if isinstance(a, jax.Array)]
-    metas = [Meta(torch_dtype(args[i].dtype), args[i].shape) for i in where]
-
-    def fun(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        full = list(args)
-        for i, tensor in zip(where, tensors, strict=True):
-            full[i] = tensor
-        out = op(*full)
-        return [out] if isinstance(out, torch.Tensor) else list(out)
-
-    graph, _ = record(fun, metas, [False] * len(metas), [])
-    if any(node is not None and node.op is op for node in graph.nodes):
-        raise no_lowering()
-    values: dict[int, Any] = dict(zip(graph.inputs, [args[i] for i in where], strict=True))
-    run(graph, graph.forward_nodes, values, jax.numpy.zeros(2, "uint32"))
-    outs = [read(values, o) for o in graph.outputs]
-    return outs[0] if len(outs) == 1 else outs
-
-
-def no_lowering() -> NotImplementedError:
-    """For an op that has no counterpart in JAX; who calls a lowering names the op and the user's line."""
-    return NotImplementedError(
-        "no lowering is known for it. Use other torch ops there, or compute this part outside of the function and "
-        "pass the result in."
-    )
-
-
-def pull_back(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """``f_backward(cotangent, x, *rest)`` from the lowering of ``f``, for an op with its arguments in this order."""
-    name = op.overloadpacket.__name__
-    base = name.removesuffix("_backward")
-    if base == name or not hasattr(aten, base):
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise no_lowering()
-
-        return refuse
-    packet = getattr(aten, base)
-    if base.startswith(("upsample", "_upsample")):
-
-        def upsample(g: Array, output_size: Any, input_size: Any, *rest: Any) -> Array:
-            zeros = jnp.zeros(input_size, g.dtype)
-            return jax.vjp(lambda x: forward(packet)(x, output_size, *rest), zeros)[1](g)[0]
-
-        return upsample
-    return lambda g, x, *rest: jax.vjp(lambda x: forward(packet)(x, *rest), x)[1](g)[0]
-
-
-@lowering("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
-def grid_sampler_backward(
-    g: Array, x: Array, grid: Array, interpolation: int, padding: int, align: bool, mask: Any
-) -> Any:
-    op = aten.grid_sampler_2d if x.ndim == 4 else aten.grid_sampler_3d
-    return jax.vjp(lambda x, grid: forward(op)(x, grid, interpolation, padding, align), x, grid)[1](g)
 
 
 @lowering("aten._weight_norm_interface_backward")

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import torch
 from jax import Array
 
-from ..torchax_ops import torchax_table
 from ._registry import lowering
+from .torchax_ops import torchax_table
 
 
 @lowering("aten.angle")

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from jax import Array
 
+from . import find_lowering
 from ._registry import lowering
-from .backward import forward
 
 aten = torch.ops.aten
 
@@ -210,21 +210,27 @@ def adaptive_max_pool(x: Array, out: Sequence[int]) -> tuple[Array, Array]:
     return jnp.stack(values, -1).reshape(shape), jnp.stack(indices, -1).reshape(shape)
 
 
+def _pulled_back(op: torch._ops.OpOverloadPacket, g: Array, x: Array, *rest: Any) -> Array:
+    lower = find_lowering(op.default)
+    assert lower is not None
+    return jax.vjp(lambda x: lower(x, *rest, _results=(), _key=None), x)[1](g)[0]
+
+
 @lowering("aten._adaptive_avg_pool2d_backward")
 def adaptive_avg_pool2d_backward(g: Array, x: Array) -> Array:
-    return jax.vjp(lambda x: forward(aten._adaptive_avg_pool2d)(x, list(g.shape[-2:])), x)[1](g)[0]
+    return _pulled_back(aten._adaptive_avg_pool2d, g, x, list(g.shape[-2:]))
 
 
 @lowering("aten._adaptive_avg_pool3d_backward")
 def adaptive_avg_pool3d_backward(g: Array, x: Array) -> Array:
-    return jax.vjp(lambda x: forward(aten._adaptive_avg_pool3d)(x, list(g.shape[-3:])), x)[1](g)[0]
+    return _pulled_back(aten._adaptive_avg_pool3d, g, x, list(g.shape[-3:]))
 
 
 @lowering("aten.avg_pool2d_backward")
 def avg_pool2d_backward(g: Array, x: Array, kernel: Any, stride: Any, *rest: Any) -> Array:
-    return jax.vjp(lambda x: forward(aten.avg_pool2d)(x, kernel, stride or kernel, *rest), x)[1](g)[0]
+    return _pulled_back(aten.avg_pool2d, g, x, kernel, stride or kernel, *rest)
 
 
 @lowering("aten.avg_pool3d_backward")
 def avg_pool3d_backward(g: Array, x: Array, kernel: Any, stride: Any, *rest: Any) -> Array:
-    return jax.vjp(lambda x: forward(aten.avg_pool3d)(x, kernel, stride or kernel, *rest), x)[1](g)[0]
+    return _pulled_back(aten.avg_pool3d, g, x, kernel, stride or kernel, *rest)

@@ -1,0 +1,151 @@
+"""What a running bridge call tells the traced torch functions inside it.
+
+``as_torch`` compiles a JAX function; the torch functions that it calls, however deep, find here the tracers of the
+tensors that they capture, the key of the call's random draws, and where to leave the new values of buffers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import torch
+from jax.extend.core import get_opaque_trace_state
+
+from ..base import torch_internals as ti
+from ..base.versions import mapping_trace
+from ..memory.values import torch_dtype
+
+if TYPE_CHECKING:
+    from ..effects.bindings import Basic, Effect, Entry
+    from ..record.nodes import History
+    from ..watch.places import Place
+
+
+class Left(NamedTuple):
+    """What a function inside a call leaves in a place, and the tensors that stand for its inputs and results."""
+
+    places: Sequence[Place]
+    effect: Effect
+    tensor: Callable[[Basic], torch.Tensor]
+
+
+@dataclasses.dataclass
+class Call:
+    """One trace of a compiled call."""
+
+    tensors: dict[int, Any]  # id of a captured tensor -> its tracer
+    key: Any
+    device: torch.device
+    grad: bool  # whether torch records for autograd in the function
+    state: Any = None  # the trace in which buffers may be written
+    mapping: object = None
+    missing: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    met: set[int] = dataclasses.field(default_factory=set)  # ids of the captured tensors that functions read or write
+    # Captured tensors that are written to, their new values, and whether these have a history in autograd.
+    mutations: list[tuple[torch.Tensor, Any, bool]] = dataclasses.field(default_factory=list)
+    moved: set[int] = dataclasses.field(default_factory=set)  # ids of those that take the memory of the value too
+    left: list[Left] = dataclasses.field(default_factory=list)
+    before: list[Entry] = dataclasses.field(default_factory=list)  # what stood in places that hold stand-ins now
+    stand_ins: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    has_rows: bool = False  # the call runs for each row of torch.func.vmap
+    effects: list[Effect] = dataclasses.field(default_factory=list)  # what each call leaves behind
+    carried: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # inputs that take results as new values
+    updates: list[tuple[int, Any]] = dataclasses.field(default_factory=list)  # inputs that take values without history
+    numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
+    repeats: collections.Counter[Hashable] = dataclasses.field(default_factory=collections.Counter)
+    functions: list[Any] = dataclasses.field(default_factory=list)  # kept, for what a derivative asks to record later
+    draws: bool = False
+    strided: str | None = None  # the line that asks for elements by their place in memory
+    # The functions that change what no call can change again: sets, classes, buffers of bytes.
+    changing: list[Hashable] = dataclasses.field(default_factory=list)
+    regains: bool = False  # whether a function's results have a history though autograd is off around it
+    only_maps: bool = False  # the call runs functions in slices or steps, and takes no derivatives of its own
+    is_quiet: bool = False  # autograd is off where the call begins, and records what the function switches it on for
+    has_floats: bool = False  # Python floats among the arguments are inputs
+    strides: dict[int, tuple[int, ...]] = dataclasses.field(
+        default_factory=dict
+    )  # by id, of arguments in another order
+    histories: dict[int, History] = dataclasses.field(
+        default_factory=dict
+    )  # by id, of arguments, if they are asked for
+    # What recorded torch functions compute, by their program and the form of its inputs, while the call is compiled.
+    traces: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    shape: Any = None  # the structure of the results
+    results: int = 0  # how many tensors the call gives, with what it leaves behind
+    moving: list[bool] = dataclasses.field(default_factory=list)  # which outputs depend on a needed input
+
+    def enter_body(self) -> None:
+        """Mark the current trace as the one that runs the function once, from start to end."""
+        self.state, self.mapping = get_opaque_trace_state(), mapping_trace()
+        self.mutations, self.moved, self.left = [], set(), []
+        self.repeats.clear()
+
+    def stand_in(self, array: Any) -> torch.Tensor:
+        """A tensor that stands for an array while the call is traced: functions that capture it find the array."""
+        tensor = ti.blank(torch_dtype(array.dtype), array.shape, self.device)
+        self.tensors[id(tensor)] = array
+        self.stand_ins.append(tensor)
+        return tensor
+
+    def keep_functions(self) -> None:
+        """Where a function is returned, such as a pullback: it may hold no more of them than their recordings."""
+        for made in self.functions:
+            if made.source is not None:
+                made.tracing.keep(made.source)
+
+    def in_body(self) -> bool:
+        """Whether no transform (vmap, scan, grad of the user's) stands between the call and the current trace."""
+        return self.state is not None and self.state == get_opaque_trace_state()
+
+    def is_mapped(self) -> bool:
+        """Whether a transform that runs the function for several rows or steps (vmap, scan) stands in between."""
+        return self.mapping is not mapping_trace()
+
+    def is_outside(self, value: Any) -> bool:
+        """Whether a value does not differ between the rows of such a transform."""
+        while isinstance(value, jax.core.Tracer) and getattr(value, "primal", None) is not None:
+            value = value.primal
+        return not isinstance(value, jax.core.Tracer) or value._trace is self.mapping
+
+    def number(self, function: Hashable) -> int:
+        """Which key of the call a function draws from.
+
+        One that is called again draws anew, as in torch. Within a transform it draws what it drew first: a derivative
+        has the mask of its value.
+        """
+        again = 0
+        if self.in_body():
+            again = self.repeats[function]
+            self.repeats[function] += 1
+        return self.numbers.setdefault((function, again), len(self.numbers))
+
+
+class _Stack(threading.local):
+    calls: list[Call]
+
+    def __init__(self) -> None:
+        self.calls = []
+
+
+_STACK = _Stack()
+
+
+def current_call() -> Call | None:
+    """The innermost call that is being traced in this thread."""
+    return _STACK.calls[-1] if _STACK.calls else None
+
+
+@contextlib.contextmanager
+def running(call: Call) -> Iterator[Call]:
+    """Make a call the current one."""
+    _STACK.calls.append(call)
+    try:
+        yield call
+    finally:
+        _STACK.calls.pop()

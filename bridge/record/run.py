@@ -1,0 +1,149 @@
+"""A recorded torch function, computed by JAX: node after node, each by the lowering of its op.
+
+A backward op without a lowering pulls its cotangent back through the lowering of the forward op, or through the
+smaller ops that torch makes of it, which are recorded in their turn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+
+from ..lowerings import find_lowering
+from ..lowerings.bounds import checked
+from ..lowerings.stored import stored
+from ..memory.values import jax_dtype, torch_dtype
+from .graph import Graph
+from .nodes import Const, Meta, Node, Ref, Value
+from .recording import record
+
+aten = torch.ops.aten
+
+
+def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Array) -> None:
+    """Evaluate the nodes ``todo`` in order into ``values``; random draws come from ``key`` by their number."""
+    for i in todo:
+        node = graph.nodes[i]
+        assert node is not None
+        leaves = [read(values, leaf) if type(leaf) in (Ref, Const) else leaf for leaf in node.leaves]
+        places = graph.guarded_leaves.get(i, ())
+        for j in places:
+            leaves[j] = _apart(leaves[j], node, j)
+        args, kwargs = node.spec.unflatten(leaves)
+        draw_key = None if node.draw is None else jax.random.fold_in(key, node.draw)
+        try:
+            lower = getattr(node.op, "lower", None) or find_lowering(node.op) or _pulled_back(node.op)
+            result = lower(*checked(node.op, args, node.line), **kwargs, _results=node.results, _key=draw_key)
+        except (TypeError, ValueError, NotImplementedError, AssertionError, AttributeError, IndexError) as error:
+            raise TypeError(f"{node.line}: {node.op} could not be expressed in JAX: {error}") from error
+        except RuntimeError as error:  # torch's own refusal
+            if type(error) is not RuntimeError:
+                raise
+            raise RuntimeError(f"{node.line}: {error}") from error
+        if node.single:
+            value = _as_eager(result, node.results[0])
+            value = stored(value) if Ref(i) in graph.stored else value
+            values[i] = jax.lax.optimization_barrier(value) if i in graph.guarded_results else value
+        else:
+            found = [_as_eager(r, meta) for r, meta in zip(result, node.results, strict=True)]
+            values[i] = [stored(r) if Ref(i, j) in graph.stored else r for j, r in enumerate(found)]
+
+
+def _apart(operand: Any, node: Node, place: int) -> Any:
+    """An operand of an elementwise op, out of the sight of XLA's simplifier; a divisor is spread out before."""
+    meta = node.results[0]
+    if place == 1 and meta is not None:
+        operand = jnp.broadcast_to(operand, meta.shape)
+    return jax.lax.optimization_barrier(operand)
+
+
+def read(values: dict[int, Any], value: Value) -> jax.Array:
+    """The array that a Ref or a Const stands for."""
+    if isinstance(value, Const):
+        array = value.array
+        return (
+            jnp.asarray(array)
+            if any(array.strides)
+            else jnp.full(array.shape, array.flat[0] if array.size else 0, array.dtype)
+        )
+    found = values[value.node]
+    return found if value.item is None else found[value.item]
+
+
+def _as_eager(result: Any, meta: Meta | None) -> Any:
+    """The result with the dtype and shape that eager torch gives (JAX promotes by other rules)."""
+    if meta is None or result is None:
+        return result
+    array = jnp.asarray(result)
+    dtype = jax_dtype(meta.dtype)
+    if array.dtype != dtype:
+        array = array.astype(dtype)
+    return array if array.shape == meta.shape else array.reshape(meta.shape)
+
+
+@functools.cache
+def _pulled_back(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The lowering of ``f_backward(cotangent, x, *rest)``, an op with its arguments in this order."""
+    name = op.overloadpacket.__name__
+    base = name.removesuffix("_backward")
+    if base == name or not hasattr(aten, base):
+        return _no_lowering
+    forward = functools.partial(_forward, _overload(getattr(aten, base)))
+
+    def pull_back(g: Array, x: Array, *rest: Any, _results: Any, _key: Any) -> Array:
+        return jax.vjp(lambda x: forward(x, *rest), x)[1](g)[0]
+
+    def upsample(g: Array, output_size: Any, input_size: Any, *rest: Any, _results: Any, _key: Any) -> Array:
+        return jax.vjp(lambda x: forward(x, output_size, *rest), jnp.zeros(input_size, g.dtype))[1](g)[0]
+
+    def grid_sampler(g: Array, x: Array, grid: Array, *rest: Any, _results: Any, _key: Any) -> Any:
+        return jax.vjp(lambda x, grid: forward(x, grid, *rest[:-1]), x, grid)[1](g)  # without the mask of outputs
+
+    if base.startswith("grid_sampler"):
+        return grid_sampler
+    return upsample if base.startswith(("upsample", "_upsample")) else pull_back
+
+
+def _forward(op: torch._ops.OpOverload, *args: Any) -> Any:
+    lower = find_lowering(op)
+    return _recorded(op, args) if lower is None else lower(*args, _results=(), _key=None)
+
+
+def _overload(packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverload:
+    overloads = packet.overloads()
+    return getattr(packet, "default" if "default" in overloads else overloads[0])
+
+
+def _recorded(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
+    """An op that torch decomposes: record it, and run the smaller ops."""
+    where = [i for i, a in enumerate(args) if isinstance(a, jax.Array)]
+    metas = [Meta(torch_dtype(args[i].dtype), args[i].shape) for i in where]
+
+    def fun(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        full = list(args)
+        for i, tensor in zip(where, tensors, strict=True):
+            full[i] = tensor
+        out = op(*full)
+        return [out] if isinstance(out, torch.Tensor) else list(out)
+
+    graph, _ = record(fun, metas, [False] * len(metas), [])
+    if any(node is not None and node.op is op for node in graph.nodes):
+        _no_lowering()
+    values: dict[int, Any] = dict(zip(graph.inputs, [args[i] for i in where], strict=True))
+    run(graph, graph.forward_nodes, values, jax.numpy.zeros(2, "uint32"))
+    outs = [read(values, o) for o in graph.outputs]
+    return outs[0] if len(outs) == 1 else outs
+
+
+def _no_lowering(*args: Any, **kwargs: Any) -> NoReturn:
+    """The lowering of an op that has no counterpart in JAX; who calls it names the op and the user's line."""
+    raise NotImplementedError(
+        "no lowering is known for it. Use other torch ops there, or compute this part outside of the function and "
+        "pass the result in."
+    )

@@ -1,0 +1,228 @@
+"""A JAX function as the program that it is: every value that it computes, the masks that it draws, its precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from ...bridge.base.versions import bind
+from ...jax_impl.program.versions import scan_counts
+
+See = Callable[[Any, list[Any], list[Any]], None]  # (equation, its inputs, its outputs)
+
+_UNROLLED = 128  # steps up to which a scan is looked into
+# Operations that move numbers, or make exact ones, and so never round.
+_MOVES = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    broadcast_in_dim concatenate copy copy_p copy_to_host device_put dynamic_slice dynamic_update_slice expand_dims
+    gather iota name neg optimization_barrier pad reduce_precision reshape rev scatter select_n slice sort split
+    squeeze stop_gradient transpose abs sign max min clamp reduce_max reduce_min
+""",
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A mask that a function draws: its values, and the probability of True."""
+
+    values: np.ndarray
+    probability: float | None
+
+
+def trace(fun: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
+    """The program of a function on these inputs, traced anew, and the structure of its results."""
+    closed, shapes = jax.make_jaxpr(lambda *inputs: fun(*inputs), return_shape=True)(*inputs)
+    return closed, jax.tree.structure(shapes)
+
+
+def is_same(one: Any, two: Any) -> bool:
+    """Whether two traces of a function gave the same program, constants included."""
+    text = lambda closed: re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))  # functions are printed with addresses
+    bits = lambda closed: [np.asarray(c).tobytes() for c in closed.consts if not _is_key(c)]
+    return text(one) == text(two) and bits(one) == bits(two)
+
+
+def _is_key(value: Any) -> bool:
+    dtype: Any = getattr(value, "dtype", None)
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.jit`` for a function that runs a few times: code that is slower, made in a fifth of the time."""
+    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def evaluate(closed: Any, inputs: Sequence[Any], see: See) -> list[Any]:
+    """Run a program one operation after another, and show each with its inputs and outputs.
+
+    Operations whose results nothing uses are left out, as XLA does: they are not what the function computes.
+    Looks into jitted functions, custom derivatives, checkpoints, and scans of up to 128 steps. Conditionals and other
+    loops count as one operation.
+    """
+    environment: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else environment[atom]
+
+    jaxpr = closed.jaxpr
+    for variable, value in zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True):
+        environment[variable] = value
+    for equation in _used(jaxpr):
+        values = [read(atom) for atom in equation.invars]
+        outputs = _run(equation, values, see)
+        see(equation, values, outputs)
+        for variable, value in zip(equation.outvars, outputs, strict=True):
+            environment[variable] = value
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _used(jaxpr: Any) -> list[Any]:
+    """The operations that the results depend on, in their order."""
+    needed, used = set(map(id, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(id(variable) in needed for variable in equation.outvars):
+            used.append(equation)
+            needed.update(map(id, equation.invars))
+    return used[::-1]
+
+
+def _run(equation: Any, values: list[Any], see: See) -> list[Any]:
+    name, parameters = equation.primitive.name, equation.params
+    if name == "scan" and parameters["length"] <= _UNROLLED:
+        return _run_scan(parameters, values, see)
+    inner = _inner(equation)
+    if inner is not None and not _is_draw(equation):
+        return evaluate(inner, values, see)
+    return bind(equation, values)
+
+
+def _run_scan(parameters: dict[str, Any], values: list[Any], see: See) -> list[Any]:
+    constants, carries = scan_counts(parameters)
+    fixed, carry, slices = values[:constants], values[constants : constants + carries], values[constants + carries :]
+    steps = range(parameters["length"])
+    rows: list[tuple[int, list[Any]]] = []
+    for i in reversed(steps) if parameters["reverse"] else steps:
+        outputs = evaluate(parameters["jaxpr"], [*fixed, *carry, *(x[i] for x in slices)], see)
+        carry = outputs[:carries]
+        rows.append((i, outputs[carries:]))
+    if not rows:
+        return [*carry, *(jnp.zeros(v.shape, v.dtype) for v in parameters["jaxpr"].out_avals[carries:])]
+    columns = zip(*(row for _, row in sorted(rows, key=lambda row: row[0])), strict=True)
+    return [*carry, *(jnp.stack(column) for column in columns)]
+
+
+def _inner(equation: Any) -> Any:
+    """The program that an operation such as ``jit`` runs once, or None."""
+    if equation.primitive.name in ("scan", "while", "cond"):
+        return None
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = equation.params.get(key)
+        if inner is not None:
+            inner = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
+            if len(inner.jaxpr.invars) == len(equation.invars):
+                return inner
+    return None
+
+
+def _is_draw(equation: Any) -> bool:
+    return str(equation.params.get("name", "")).strip("_") == "bernoulli"
+
+
+def equations(closed: Any) -> Iterator[Any]:
+    """All operations of a program, those of its inner programs included, draws taken as one."""
+    for equation in closed.jaxpr.eqns:
+        yield equation
+        inner = _inner(equation)
+        inners = [inner] if inner is not None and not _is_draw(equation) else []
+        if equation.primitive.name in ("scan", "cond", "while"):
+            parts = ("jaxpr", "branches", "body_jaxpr", "cond_jaxpr")
+            for part in parts:
+                found = equation.params.get(part, ())
+                inners += found if isinstance(found, (tuple, list)) else [found]
+        for inner in inners:
+            yield from equations(inner)
+
+
+def run(
+    closed: Any, inputs: Sequence[Any], wanted: Callable[[Any], bool] = lambda value: False
+) -> tuple[list[Any], list[Mask], list[Any]]:
+    """Run a program, compiled, and take out what it computes on the way.
+
+    Args:
+        closed: the program.
+        inputs: what it is run on.
+        wanted: which values to take.
+
+    Returns:
+        The results, the masks drawn by ``jax.random.bernoulli`` in their order, and the wanted values.
+    """
+
+    def whole(*inputs: Any) -> Any:
+        drawn: list[Any] = []
+        taken: list[Any] = []
+
+        def see(equation: Any, values: list[Any], outputs: list[Any]) -> None:
+            taken.extend(filter(wanted, outputs))
+            if _is_draw(equation):
+                floats = [v for v in values if jnp.issubdtype(jnp.result_type(v), np.floating)]
+                drawn.append((outputs[0], jnp.ravel(floats[0])[0] if floats else jnp.nan))
+
+        return evaluate(closed, inputs, see), drawn, taken
+
+    results, drawn, taken = compiled(whole)(*inputs)
+    masks = [Mask(np.asarray(m), None if np.isnan(p) else float(p)) for m, p in drawn]
+    return results, masks, taken
+
+
+def unseen(closed: Any) -> list[str]:
+    """The loops and conditionals that :func:`evaluate` takes as one operation, each with its line."""
+    found = []
+    for equation in equations(closed):
+        name = equation.primitive.name
+        if name in ("while", "cond") or (name == "scan" and equation.params["length"] > _UNROLLED):
+            found.append(f"{name} ({_line(equation)})")
+    return list(dict.fromkeys(found))
+
+
+def coarse_operations(closed: Any) -> dict[str, str]:
+    """The dtypes coarser than float64 in which a program computes, each with the line of the first such operation."""
+    found: dict[str, str] = {}
+    for equation in equations(closed):
+        if equation.primitive.name in _MOVES or _is_draw(equation) or _inner(equation) is not None:
+            continue
+        wide = any(_is_float(atom.aval, 8) for atom in equation.invars)
+        for variable in equation.outvars:
+            if not _is_float(variable.aval, 1) or _is_float(variable.aval, 8):
+                continue
+            if equation.primitive.name == "convert_element_type" and not wide:
+                continue  # from whole numbers, or from a coarser dtype
+            found.setdefault(str(variable.aval.dtype), _line(equation))
+    return found
+
+
+def _is_float(aval: Any, least: int) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return dtype.itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1) >= least
+
+
+def _line(equation: Any) -> str:
+    """``file.py:12`` of the user's line."""
+    try:
+        source_info_util: Any = importlib.import_module("jax._src.source_info_util")
+        frame = source_info_util.user_frame(equation.source_info.traceback)
+        return f"{frame.file_name}:{frame.start_line}"
+    except Exception:  # private, and only a help to the reader
+        return "unknown line"
