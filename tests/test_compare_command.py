@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from microtome import torch_api as mt
-from microtome.torch_api.comparison.command import main
+from microtome.torch_api.compare.__main__ import main
 
 PROJECT = """
 import jax.numpy as jnp, torch

@@ -51,7 +51,8 @@ def test_the_site_builds_and_has_every_public_name(tmp_path: Path) -> None:
     for package in ("torch_api", "jax_impl", "bridge"):
         page = (tmp_path / "api" / package / "index.html").read_text()
         if package == "torch_api":  # `compare` is the name of a module too, and documented beside its report
-            page += (tmp_path / "api/testing/index.html").read_text().replace("torch_api.comparison.", "torch_api.")
+            report = (tmp_path / "api/testing/index.html").read_text()
+            page += report.replace("torch_api.compare.comparison.", "torch_api.")
         module = importlib.import_module(f"microtome.{package}")
         for name in module.__all__:
             _, heading, rest = page.partition(f'id="microtome.{package}.{name}"')

@@ -12,7 +12,7 @@ from torch import nn
 from transformers_ported import EqxTransformer, make_transformer, plain_params, scanned_params, shapes_of
 
 from microtome import torch_api as mt
-from microtome.torch_api.comparison.mapping import apply, named_tensors
+from microtome.torch_api.compare.mapping import apply, named_tensors
 
 shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
 

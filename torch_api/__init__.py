@@ -4,10 +4,10 @@ from ..bridge import as_jax, as_torch, jax_function, lift, share_gpu_memory, to_
 from ..jax_impl import Aux, ClippedAux, Explanation, Static
 from .chunking import chunked_vmap
 from .clipping import clip_by_global_norm, clipped_backward, clipped_grad, global_norm, rescale_by_norm
-from .comparison.compare import compare
-from .comparison.mapping import Source
-from .comparison.proposing import propose_mapping
-from .comparison.report import Report
+from .compare import compare
+from .compare.mapping import Source
+from .compare.proposing import propose_mapping
+from .compare.report import Report
 from .derivatives import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
 from .microbatching import (
     AccumulationType,

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import torch
 
 from ..bridge import as_torch
-from ..bridge.as_jax import python_function
 from ..bridge.base.torch_internals import disable_dynamo
-from ..bridge.lift import asking
+from ..bridge.lifting import asking
 from ..bridge.memory.trees import Rows, to_jax_tree, to_torch_tree
+from ..bridge.tracing import python_function
 from ..bridge.watch.walk import is_traced
 
 Fun = Callable[..., Any]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import jax_impl
 from ..bridge.call.as_torch import only_maps
-from ..bridge.lift import to_jax_callable
+from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.trees import to_jax_tree
 from ..jax_impl.chunking import mapped_in_chunks
 from .calls import Fun, finish, number_rows, parameter_names

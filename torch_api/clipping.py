@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import jax_impl
-from ..bridge.lift import to_jax_callable
+from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.trees import to_jax_tree
 from ..bridge.memory.values import jax_dtype
 from ..bridge.watch.walk import Walk, is_traced

@@ -16,7 +16,7 @@ from ..bridge import as_torch, to_jax
 from ..bridge.base.errors import NoForwardMode
 from ..bridge.base.torch_internals import disable_dynamo
 from ..bridge.call.autograd import is_transformed
-from ..bridge.lift import to_jax_callable
+from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.trees import Rows, flatten, to_jax_tree, to_torch_tree
 from ..bridge.memory.values import torch_dtype
 from ..bridge.watch.walk import is_traced
@@ -43,9 +43,8 @@ def jacobian(
     f: Fun,
     x: Any,
     nbatches: int = 1,
-    jit: bool = True,
-    checkpoint: bool = False,
     *,
+    checkpoint: bool = False,
     batch_size: int | None = None,
     max_bytes: int | None = None,
     mode: str = "auto",
@@ -69,7 +68,6 @@ def jacobian(
         x: a tensor, or a tree of real tensors, n numbers in all. Several dtypes are promoted as in
             ``jax.flatten_util.ravel_pytree``; integers have columns of zeros.
         nbatches: the number of blocks, from 1 to n.
-        jit: has no effect: torch functions are always compiled.
         checkpoint: keep nothing of ``f`` but x, and compute it again for each block.
         batch_size: the columns (or rows) of a block, in place of ``nbatches``.
         max_bytes: the memory of a block and its intermediate values, in place of ``nbatches``: blocks are as large as
@@ -120,9 +118,8 @@ def hessian(
     f: Fun,
     x: Any,
     nbatches: int = 1,
-    jit: bool = True,
-    checkpoint: bool = False,
     *,
+    checkpoint: bool = False,
     batch_size: int | None = None,
     max_bytes: int | None = None,
     out: Out | None = None,
@@ -144,7 +141,6 @@ def hessian(
         f: a function of ``x`` that returns a real tensor ``[]``.
         x: a tensor, or a tree of real tensors, n numbers in all.
         nbatches: the number of blocks, from 1 to n.
-        jit: has no effect: torch functions are always compiled.
         checkpoint: keep nothing of ``f`` but x, and compute it again for each block.
         batch_size: the columns of a block, in place of ``nbatches``.
         max_bytes: the memory of a block and its intermediate values, in place of ``nbatches``.
@@ -172,9 +168,8 @@ def jacobian_blocks(
     f: Fun,
     x: Any,
     nbatches: int = 1,
-    jit: bool = True,
-    checkpoint: bool = False,
     *,
+    checkpoint: bool = False,
     batch_size: int | None = None,
     max_bytes: int | None = None,
     mode: str = "forward",
@@ -207,9 +202,8 @@ def hessian_blocks(
     f: Fun,
     x: Any,
     nbatches: int = 1,
-    jit: bool = True,
-    checkpoint: bool = False,
     *,
+    checkpoint: bool = False,
     batch_size: int | None = None,
     max_bytes: int | None = None,
     progress: bool = False,
@@ -231,7 +225,7 @@ def hessian_blocks(
     return _blocks(_sized(make, x, nbatches, batch_size, max_bytes), x, progress)[1]
 
 
-def hvp(f: Fun, x: Any, jit: bool = True, checkpoint: bool = False) -> Callable[[Any], Any]:
+def hvp(f: Fun, x: Any, *, checkpoint: bool = False) -> Callable[[Any], Any]:
     """A function that multiplies by the Hessian of a torch function, without the Hessian.
 
     Equivalent to ``lambda v: torch.func.jvp(torch.func.grad(f), (x,), (v,))[1]``. What differs: the gradient is
@@ -243,7 +237,6 @@ def hvp(f: Fun, x: Any, jit: bool = True, checkpoint: bool = False) -> Callable[
     Args:
         f: a function of ``x`` that returns a real tensor ``[]``.
         x: a tensor, or a tree of real tensors, n numbers in all.
-        jit: has no effect: torch functions are always compiled.
         checkpoint: keep nothing of ``f`` but x, and compute it again for each product.
 
     Returns:

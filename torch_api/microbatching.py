@@ -16,7 +16,7 @@ from ..bridge.base.errors import user_line
 from ..bridge.base.versions import enable_x64
 from ..bridge.call.as_torch import only_maps
 from ..bridge.derive.differentiation import torch_call_p, torch_linear_p
-from ..bridge.lift import to_jax_callable
+from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.trees import Rows, flatten, to_jax_tree, without_rows
 from ..bridge.memory.values import jax_dtype
 from ..jax_impl import AccumulationType, weighted_mean

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .. import jax_impl
 from ..bridge import as_torch
 from ..bridge.call.as_torch import only_maps
-from ..bridge.lift import to_jax_callable
+from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.trees import Rows
 from ..bridge.watch.walk import is_traced
 from .calls import Fun, numbers_to_tensors

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import torch
 
-from .comparison.compare import compare
-from .comparison.differences import as_numpy
-from .comparison.report import Report
+from .compare import compare
+from .compare.differences import as_numpy
+from .compare.report import Report
 
 __all__ = ["assert_agrees", "assert_same"]
 

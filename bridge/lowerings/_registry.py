@@ -29,10 +29,15 @@ def lowering(*ops: str, results: bool = False, key: bool = False) -> Callable[[F
     """Register a lowering for ops (``aten.put``) or single overloads (``aten.index.Tensor``).
 
     ``results=True`` passes ``results``, the metas of what eager torch returns; ``key=True`` passes a JAX key.
+
+    Raises:
+        ValueError: an op has a lowering already; which one would hold depends on the order of imports.
     """
 
     def decorate(fun: Fun) -> Fun:
         for op in ops:
+            if op in OWN:
+                raise ValueError(f"{op} is lowered twice: by {OWN[op].fun.__name__} and by {fun.__name__}")
             OWN[op] = Lowering(fun, results, key)
         return fun
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from .as_jax import as_jax
 from .call.as_torch import as_torch, made_from
 from .memory.trees import Structure, to_jax_tree, to_torch_tree
 from .memory.values import array_to_tensor
+from .tracing import as_jax
 from .watch.walk import is_traced
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .compare import compare
+from .comparison import compare
 
 _EPILOG = """
 exit status: 0 if the functions agree, 1 if they differ or could not be compared, 2 for a wrong command line.
@@ -101,3 +101,7 @@ def _ordered(fun: Any, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
     if arrays and set(arrays) <= set(names):
         return [arrays[name] for name in names if name in arrays]
     return list(arrays.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
