@@ -35,7 +35,7 @@ from .memory.trees import (
     without_rows,
 )
 from .memory.values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
-from .record.interception import is_traced_tensor
+from .record.captured import is_traced_tensor
 from .record.nodes import Meta
 from .torch2jax_engine import InterpretedFunction
 from .watch.names import read_count

@@ -23,7 +23,7 @@ from ..effects.side_effects import Watched
 from ..memory.devices import forked_child, start_jax
 from ..memory.trees import Structure, argument_name, bound_arguments, moves, to_jax_tree, to_torch_tree
 from ..memory.values import array_to_tensor, tensor_to_array, unusual_stride
-from ..record.interception import Captured, is_traced_tensor, recording
+from ..record.captured import Captured, is_traced_tensor, recording
 from ..record.nodes import History
 from ..watch.keys import Key
 from ..watch.names import read_count

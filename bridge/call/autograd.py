@@ -24,7 +24,7 @@ from ..derive.context import Call, running
 from ..derive.differentiation import dependent_outputs
 from ..effects.running import no_place_for_updates
 from ..memory.values import array_to_tensor, has_torch_dtype, jax_dtype, tensor_to_array, torch_dtype
-from ..record.interception import recording
+from ..record.captured import recording
 from ..record.nodes import Meta
 from ..watch.keys import Key
 from .compilation import Flat, Mapped, Product, Program, Pushforward, maps_function, memory_order, trace

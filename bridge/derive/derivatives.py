@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from ..base import torch_internals as ti
 from ..base.errors import NoForwardMode, TraceError, user_line
-from ..record.interception import recording
+from ..record.captured import recording
 from ..record.nodes import OF_FORM, Node, Ref
 from ..record.recorder import Barrier, Recorder
 

@@ -10,7 +10,7 @@ import torch
 from ..effects import bindings
 from ..effects.running import no_place_for_exchange, no_place_for_state, no_place_for_values
 from ..effects.side_effects import Watched, constants_left, first_replaced, is_value, tensors_in
-from ..record.interception import known_as_constants
+from ..record.captured import known_as_constants
 from ..watch.names import read_count
 from ..watch.places import read_entry, write
 from ..watch.walk import Walk

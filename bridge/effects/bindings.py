@@ -20,7 +20,7 @@ from ..base import torch_internals as ti
 from ..base.errors import TraceError, user_line
 from ..memory.trees import Structure, to_jax_tree, to_torch_tree
 from ..memory.values import jax_dtype
-from ..record.interception import Captured
+from ..record.captured import Captured
 from ..watch.places import ABSENT, ORDER, Place, read_entry, write
 
 

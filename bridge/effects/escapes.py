@@ -13,7 +13,7 @@ import torch
 
 from ..memory.trees import container, to_jax_tree
 from ..memory.values import is_interpreted
-from ..record.interception import is_traced_tensor, recording
+from ..record.captured import is_traced_tensor, recording
 from ..watch.names import slots_of
 
 _ENDS = (type, types.ModuleType, types.CodeType, bool, int, float, complex, str, bytes, type(None), torch.dtype)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..base.errors import TraceError, WrittenLeaf, is_raised_by_jax, noting_line, user_line
 from ..memory.trees import Structure, to_jax_tree, to_torch_tree
 from ..memory.values import is_interpreted
-from ..record.interception import recording
+from ..record.captured import recording
 from ..record.nodes import History
 from ..watch.flags import answering
 from ..watch.names import HISTORY, remember_read

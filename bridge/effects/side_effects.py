@@ -27,7 +27,7 @@ import torch
 from ..base import torch_internals as ti
 from ..base.errors import TraceError, user_line
 from ..memory.trees import Structure, to_jax_tree, to_torch_tree
-from ..record.interception import is_update_of
+from ..record.captured import is_update_of
 from ..record.nodes import Meta
 from ..watch import locks
 from ..watch.keys import empty_cache

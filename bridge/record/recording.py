@@ -12,6 +12,7 @@ autograd, by a function mode that puts a recorded stand-in in the place of each 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import random
 import threading
@@ -33,9 +34,11 @@ from ..base.errors import (
     user_line,
 )
 from ..watch.watching import refused, watching
+from .backward import fill_grads
+from .captured import Captured, is_traced_tensor, recording
 from .checkpoints import recorded_checkpoints
 from .graph import Graph
-from .interception import Captured, Interception, is_traced_tensor, recording
+from .interception import Interception
 from .moves import without_moves
 from .nodes import Meta, Ref, Value
 from .recorder import Recorder
@@ -174,7 +177,7 @@ def _record_once(
     with (
         _naming_refusals(recorder),
         _unchanged_generators(),
-        ti.plain_kernels(lambda *args, **kwargs: interception.backward(*args, **kwargs)),
+        ti.plain_kernels(functools.partial(fill_grads, captured)),
         ti.without_other_tracers(),
         recorded_checkpoints(recorder),
         torch.enable_grad(),
@@ -188,9 +191,9 @@ def _record_once(
         with interception, captured, ti.entering_functorch(captured.stand_in):
             outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
             with torch._C.DisableTorchFunction():  # to ask for a version is a use as well
-                for row in captured.rows:
-                    row.check_use(outputs)
-                    row.check_writes()
+                for view in captured.views:
+                    view.check_use(outputs)
+                    view.check_writes()
             captured.check_switches()
             refusal = recorder.refusal or refused()
             if refusal is not None:  # the function caught it, and went another way than it would in torch
