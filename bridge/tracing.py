@@ -24,6 +24,7 @@ from .effects import bindings
 from .effects.dropping import warn_of_dropped, warn_of_moving
 from .effects.running import FlatFunction, Mode, no_place_for_updates, where
 from .effects.side_effects import Generators, Watched
+from .memory.dtypes import jax_dtype, torch_dtype
 from .memory.trees import (
     Structure,
     argument_name,
@@ -34,7 +35,7 @@ from .memory.trees import (
     to_torch_tree,
     without_rows,
 )
-from .memory.values import array_to_tensor, jax_dtype, tensor_to_array, torch_dtype
+from .memory.values import array_to_tensor, tensor_to_array
 from .record.captured import is_traced_tensor
 from .record.nodes import Meta
 from .torch2jax_engine import InterpretedFunction

@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from microtome.bridge.base import versions
-from microtome.bridge.memory import values
+from microtome.bridge.memory import dtypes, values
+from microtome.bridge.memory.dtypes import jax_dtype, torch_dtype
 from microtome.bridge.memory.values import (
     array_to_tensor,
     jax_device,
-    jax_dtype,
     results_to_tensors,
     tensor_to_array,
     tensors_to_arguments,
     torch_device,
-    torch_dtype,
 )
 
 DTYPES = [
@@ -99,7 +98,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_list_of_dtypes_is_complete() -> None:
-    assert {dtype for dtype in ALL_TORCH_DTYPES if dtype in values._TO_JAX} == set(DTYPES)
+    assert {dtype for dtype in ALL_TORCH_DTYPES if dtype in dtypes.TO_JAX} == set(DTYPES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

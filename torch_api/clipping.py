@@ -12,8 +12,8 @@ import torch
 
 from .. import jax_impl
 from ..bridge.lifting import to_jax_callable
+from ..bridge.memory.dtypes import jax_dtype
 from ..bridge.memory.trees import to_jax_tree
-from ..bridge.memory.values import jax_dtype
 from ..bridge.watch.walk import Walk, is_traced
 from ..jax_impl import ClippedAux
 from .calls import Fun, explain_with, finish

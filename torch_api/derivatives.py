@@ -17,8 +17,8 @@ from ..bridge.base.errors import NoForwardMode
 from ..bridge.base.torch_internals import disable_dynamo
 from ..bridge.call.autograd import is_transformed
 from ..bridge.lifting import to_jax_callable
+from ..bridge.memory.dtypes import torch_dtype
 from ..bridge.memory.trees import Rows, flatten, to_jax_tree, to_torch_tree
-from ..bridge.memory.values import torch_dtype
 from ..bridge.watch.walk import is_traced
 from ..jax_impl.derivatives import (
     Layout,

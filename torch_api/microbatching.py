@@ -17,8 +17,8 @@ from ..bridge.base.versions import enable_x64
 from ..bridge.call.as_torch import only_maps
 from ..bridge.derive.differentiation import torch_call_p, torch_linear_p
 from ..bridge.lifting import to_jax_callable
+from ..bridge.memory.dtypes import jax_dtype
 from ..bridge.memory.trees import Rows, flatten, to_jax_tree, without_rows
-from ..bridge.memory.values import jax_dtype
 from ..jax_impl import AccumulationType, weighted_mean
 from ..jax_impl.program.inline import CALLS
 from .calls import Fun, explain_with, finish, number_rows, number_rows_by_name, parameter_names, place_of, replace

@@ -30,7 +30,8 @@ from ..watch.names import read_count
 from ..watch.places import Place, WrittenContainers, path_name, remember_change, written_count
 from ..watch.walk import Walk, is_traced, surroundings
 from .autograd import LOCK, apply, find_program, is_transformed, keep
-from .compilation import Outline, Root, outline
+from .compilation import outline
+from .flat import Outline, Root
 
 _MADE = "__microtome_made__"
 _MAPS = "__microtome_maps__"

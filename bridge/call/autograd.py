@@ -23,11 +23,13 @@ from ..base.versions import enable_x64
 from ..derive.context import Call, running
 from ..derive.differentiation import dependent_outputs
 from ..effects.running import no_place_for_updates
-from ..memory.values import array_to_tensor, has_torch_dtype, jax_dtype, tensor_to_array, torch_dtype
+from ..memory.dtypes import has_torch_dtype, jax_dtype, torch_dtype
+from ..memory.values import array_to_tensor, tensor_to_array
 from ..record.captured import recording
 from ..record.nodes import Meta
 from ..watch.keys import Key
-from .compilation import Flat, Mapped, Product, Program, Pushforward, maps_function, memory_order, trace
+from .compilation import Program, memory_order, trace
+from .flat import Flat, Mapped, Pushforward, VectorJacobianProduct, maps_function
 
 _CACHE_SIZE = 256
 LOCK = threading.RLock()
@@ -176,7 +178,7 @@ def _from_inputs(again: Any, need: tuple[bool, ...], cotangents: Sequence[torch.
     given = [c for c in cotangents if c is not None]
     if not given:
         return [None] * sum(need)
-    product = Product(flat, need, tuple(c is not None for c in cotangents))
+    product = VectorJacobianProduct(flat, need, tuple(c is not None for c in cotangents))
     if not _is_batched(given):
         return apply(product, key, [*tensors, *given])
     # torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own, which autograd.Function does not know.
@@ -222,7 +224,7 @@ class _Transformed(torch.autograd.Function):
         if not any(live):
             return None, None, *(None for _ in need)
         given = [c for c in cotangents if c is not None]
-        found = iter(apply(Product(ctx.flat, need, live), ctx.key, [*ctx.saved_tensors, *given]))
+        found = iter(apply(VectorJacobianProduct(ctx.flat, need, live), ctx.key, [*ctx.saved_tensors, *given]))
         return None, None, *(next(found) if n else None for n in need)
 
     @staticmethod

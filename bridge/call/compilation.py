@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,245 +17,17 @@ from ..base.errors import TraceError
 from ..base.versions import enable_x64
 from ..derive.context import Call, running
 from ..derive.differentiation import DeletedFunction, dependent_outputs
-from ..effects.bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, as_before, put, restore
+from ..effects.bindings import as_before, put
 from ..effects.running import where
 from ..effects.side_effects import Watched
-from ..memory.trees import Structure, flatten, is_array, to_jax_tree
-from ..memory.values import (
-    array_to_tensor,
-    jax_device,
-    jax_dtype,
-    tensor_to_array,
-    tensors_to_arguments,
-    unusual_stride,
-)
-from ..record.nodes import History
-from ..watch.places import Place
-from ..watch.walk import Walk
-from .pullbacks import Backward, Pullback, independent, pull_back, unread
+from ..memory.dtypes import jax_dtype
+from ..memory.trees import flatten
+from ..memory.values import array_to_tensor, jax_device, tensor_to_array, tensors_to_arguments
+from .flat import Flat, Outline, Root, linearize
+from .pullbacks import Backward, Pullback, independent, unread
 from .reporting import Checked
 
 _KEY = jax.ShapeDtypeStruct((2,), "uint32")
-Arrays = Sequence[Any]
-
-
-class Flat:
-    """A JAX function of a key and a flat list of arrays. Functions with equal ``key`` share their programs."""
-
-    key: Hashable
-    base: Flat
-    first_cotangent: int | None = None  # the inputs from here on enter linearly
-
-    @property
-    def root(self) -> Root:
-        """The call that this is derived from."""
-        return self.base.root
-
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
-        """The flat outputs, for arrays or tracers."""
-        raise NotImplementedError
-
-
-class Root(Flat):
-    """A call: the inputs are the tensors among its arguments, then those that its function captures."""
-
-    def __init__(
-        self,
-        key: Hashable,
-        body: Callable[..., Any],
-        arguments: Sequence[torch.Tensor],
-        captured: Sequence[torch.Tensor],
-        walk: Walk,
-        recompute: bool,
-        is_quiet: bool = False,
-    ) -> None:
-        self.grad, self.is_quiet = torch.is_grad_enabled(), is_quiet
-        self.key = key, self.grad, is_quiet
-        self.body, self.count, self.recompute, self.walk = body, len(arguments), recompute, walk
-        self.inputs = [*arguments, *captured]
-        with torch._C.DisableTorchFunction():
-            self.device = common_device(self.inputs)
-            self.strides = [unusual_stride(t) for t in arguments]
-        self.histories: Sequence[History] = ()  # of the arguments, if the function asks for it
-        self.only_maps = False  # it takes no derivatives of its own
-        self.has_floats = False  # Python floats among the arguments that are inputs of the program
-        self.before: list[Entry] = []  # what stood where the call has left something
-        self.outline: Outline | None = None
-
-    @property
-    def root(self) -> Root:  # no attribute: a reference to itself would keep tensors until the garbage is collected
-        return self
-
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
-        captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
-        call.key, call.has_floats, call.is_quiet = key, self.has_floats, self.is_quiet
-        call.only_maps = self.only_maps
-        call.tensors.update({id(t): a for t, a in captured})
-        call.strides = {id(a): s for a, s in zip(arrays, self.strides, strict=False) if s is not None}
-        call.histories = {id(a): h for a, h in zip(arrays, self.histories, strict=False)}
-        call.enter_body()
-        try:
-            returned = to_jax_tree(self.body(*arrays[: self.count]), _none_for_integers)
-            results, call.shape = Structure.split(returned, is_array)
-        finally:
-            restore(call.before)
-            call.before.clear()
-        if any(map(callable, jax.tree.leaves(returned, is_leaf=callable))):
-            call.keep_functions()
-        outputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
-        if not call.missing:
-            self._leave(call, arrays, outputs)
-        call.results = len(outputs)
-        return outputs
-
-    def _leave(self, call: Call, arrays: Arrays, outputs: list[Any]) -> None:
-        """Add to the outputs what the call leaves behind."""
-
-        def made(array: Any) -> int:
-            known = next((i for i, o in enumerate(outputs) if o is array), None)
-            if known is None:
-                outputs.append(array)
-            return len(outputs) - 1 if known is None else known
-
-        def number(tensor: torch.Tensor) -> Basic:
-            given = self.position(tensor)
-            array = None if given is not None else call.tensors[id(tensor)]
-            if given is None:
-                given = next((i for i, a in enumerate(arrays[: self.count]) if a is array), None)
-            return Made(made(array)) if given is None else Given(given)
-
-        call.effects = []
-        values: dict[int, Any] = {}  # a container in two places is one
-        standing: dict[Any, Any] = {}  # what functions before have left
-        last: Any = None
-        for places, effect, tensor in call.left:
-            if places is not last:
-                last, values, standing = places, {}, {(e.place, e.key): e.after for e in call.effects}
-            after = effect.after
-            if isinstance(after, Bound):
-                renumbered = after.renumbered(lambda source, tensor=tensor: number(tensor(source)))  # type: ignore[misc]
-                after = values.setdefault(id(after), renumbered)
-            elif isinstance(after, Moved):
-                after = Moved(self._place(places[after.place], after.key), after.key)
-                after = standing.get((after.place, after.key), after)
-            number_of_place = self._place(places[effect.place], effect.key)
-            call.effects.append(dataclasses.replace(effect, place=number_of_place, after=after))
-        # What was left by one function and written to by the next is among the outputs already, with its final value.
-        written = [(self.position(t), value, has_history) for t, value, has_history in call.mutations]
-        call.updates = [(i, value) for i, value, has_history in written if i is not None and not has_history]
-        call.carried = [(i, made(value)) for i, value, has_history in written if i is not None and has_history]
-
-    def _place(self, place: Place, key: Any) -> int:
-        found = next((i for i, p in enumerate(self.walk.places) if p.owner is place.owner), None)
-        if found is None:
-            raise TraceError(f"the function writes to {place.name(key)}, which the call does not see: pass it in.")
-        return found
-
-    def position(self, tensor: torch.Tensor) -> int | None:
-        """Which input a tensor is."""
-        return next((i for i, t in enumerate(self.inputs) if t is tensor), None)
-
-
-class Product(Flat):
-    """Inputs and cotangents of ``live`` outputs -> gradients for the inputs that ``need`` names, as torch has them."""
-
-    def __init__(self, base: Flat, need: tuple[bool, ...], live: tuple[bool, ...]) -> None:
-        self.base, self.need, self.live = base, need, live
-        self.key = "product", need, live, base.key
-        self.first_cotangent = len(need)
-
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
-        call.grad = True
-        count = len(self.need)
-        inputs = arrays[:count]
-        _, move, _ = linearize(self.base, call, key, self.need, inputs)
-        return pull_back(move, list(itertools.compress(inputs, self.need)), self.live, arrays[count:])
-
-
-class Pushforward(Flat):
-    """Inputs and the tangents of those that ``need`` names -> the tangents of the outputs that are not integers."""
-
-    def __init__(self, base: Flat, need: tuple[bool, ...]) -> None:
-        self.base, self.need = base, need
-        self.key = "pushforward", need, base.key
-
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
-        call.grad = True
-        count = len(self.need)
-        inputs = arrays[:count]
-
-        def run(*needed: Any) -> list[Any]:
-            return self.base.run(call, key, _merge(self.need, needed, inputs))
-
-        _, tangents = jax.jvp(run, [a for a, n in zip(inputs, self.need, strict=True) if n], list(arrays[count:]))
-        return [t for t in tangents if t.dtype != jax.dtypes.float0]
-
-
-class Mapped(Flat):
-    """The function under ``jax.vmap``; ``axes`` are those of the inputs, the results are mapped over axis 0."""
-
-    def __init__(self, base: Flat, axes: tuple[int | None, ...], size: int, same_draws: bool) -> None:
-        self.base, self.axes, self.size, self.same_draws = base, axes, size, same_draws
-        self.key = "mapped", axes, size, same_draws, base.key
-
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
-        call.has_rows = call.has_rows or maps_function(self.base, self.axes)
-
-        def run(row: Any, *arrays: Any) -> list[Any]:
-            own = key if self.same_draws else jax.random.fold_in(key, row)
-            return self.base.run(call, own, arrays)
-
-        return jax.vmap(run, (0, *self.axes))(jnp.arange(self.size, dtype=jnp.uint32), *arrays)
-
-
-def maps_function(flat: Flat, axes: Sequence[int | None]) -> bool:
-    """Whether a map along these axes runs the function itself for each row, and not only a derivative of it."""
-    return any(axis is not None for axis in axes[: len(flat.root.inputs)])
-
-
-def linearize(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Arrays) -> tuple[Any, Any, Any]:
-    """``jax.linearize`` in the inputs that ``need`` names: outputs, the linear map, and the new values of buffers."""
-
-    def run(*needed: Any) -> Any:
-        outputs = flat.run(call, key, _merge(need, needed, arrays))
-        kind = type(needed[0])
-        call.moving = [type(o) is kind for o in outputs]  # the others depend on no needed input
-        return outputs, [value for _, value in call.updates]
-
-    return jax.linearize(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
-
-
-def _merge(need: Sequence[bool], needed: Arrays, arrays: Arrays) -> list[Any]:
-    rest = iter(needed)
-    return [next(rest) if n else a for n, a in zip(need, arrays, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Outline:
-    """What a trace of a call has shown, whatever derivatives are taken of it."""
-
-    shape: Structure  # of the results
-    results: int  # how many there are, with what is left behind
-    draws: bool
-    mutated: list[int]  # inputs that take new values: buffers
-    moved: set[int]  # those of them that take the memory of the value too
-    carried: list[tuple[int, int]]  # inputs that take results as new values, with their history in autograd
-    effects: list[Effect]  # what each call leaves in places
-    changing: list[Hashable]  # functions that have to be traced in each call
-    regains: bool  # whether results have a history though autograd is off
-    strided: str | None  # the line that asks for elements by their place in memory
-    met: list[int]  # arguments, and captured tensors that functions read or write
-    missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
-
-    @classmethod
-    def of(cls, call: Call, root: Root) -> Outline:
-        assert call.shape is not None
-        mutated = [i for i, _ in call.updates]
-        moved = {i for i in mutated if id(root.inputs[i]) in call.moved}
-        left = mutated, moved, call.carried, call.effects
-        met = [i for i, t in enumerate(root.inputs) if i < root.count or id(t) in call.met]
-        answers = call.changing, call.regains, call.strided
-        return cls(call.shape, call.results, call.draws, *left, *answers, met, call.missing)
 
 
 def trace(flat: Flat, tensors: Sequence[torch.Tensor]) -> tuple[Any, Call]:
@@ -428,11 +199,6 @@ class Program:
         return self._forward.memory_analysis()  # type: ignore[union-attr]
 
 
-def _none_for_integers(leaf: Any) -> Any:
-    """What JAX gives for the gradient of whole numbers has no elements; torch says None."""
-    return None if getattr(leaf, "dtype", None) == jax.dtypes.float0 else leaf
-
-
 def _inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
@@ -472,14 +238,3 @@ def _format(order: tuple[int, ...], where: jax.sharding.Sharding) -> Format:
 def is_differentiable(tensor: torch.Tensor) -> bool:
     """Whether torch would track gradients of the tensor."""
     return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-
-
-def common_device(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device on which a call runs; ValueError for tensors on several."""
-    devices = {t.device for t in tensors}
-    if len(devices) > 1:
-        names = sorted(map(str, devices))
-        raise ValueError(
-            f"the tensors are on different devices ({', '.join(names)}); move them to one with .to(device)"
-        )
-    return devices.pop() if devices else torch.device("cpu")

@@ -19,7 +19,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from ..base import torch_internals as ti
 from ..base.versions import mapping_trace
-from ..memory.values import torch_dtype
+from ..memory.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from ..effects.bindings import Basic, Effect, Entry

@@ -18,8 +18,8 @@ import torch
 
 from ..base import torch_internals as ti
 from ..base.errors import TraceError, user_line
+from ..memory.dtypes import jax_dtype
 from ..memory.trees import Structure, to_jax_tree, to_torch_tree
-from ..memory.values import jax_dtype
 from ..record.captured import Captured
 from ..watch.places import ABSENT, ORDER, Place, read_entry, write
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jax import Array
 
-from ..memory.values import jax_dtype
+from ..memory.dtypes import jax_dtype
 from ._registry import lowering
 from .complex import COMPLEX_POWERS, quotient
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from ..memory.values import jax_dtype
+from ..memory.dtypes import jax_dtype
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # of axes of the left operand and of the right one
 

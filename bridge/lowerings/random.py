@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..memory.values import jax_dtype
+from ..memory.dtypes import jax_dtype
 from ._registry import lowering
 
 

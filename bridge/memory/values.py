@@ -28,93 +28,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..base.versions import enable_x64, native_export, native_import
-
-__all__ = [
-    "array_to_tensor",
-    "jax_device",
-    "jax_dtype",
-    "results_to_tensors",
-    "tensor_to_array",
-    "tensors_to_arguments",
-    "torch_device",
-    "torch_dtype",
-]
-
-# Names that mean the same in both frameworks; a release that lacks one of the narrow types goes without it.
-_SHARED_DTYPES = (
-    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
-_TO_JAX: dict[torch.dtype, np.dtype[Any]] = {torch.bool: np.dtype(np.bool_)} | {
-    getattr(torch, name): np.dtype(getattr(jnp, name))
-    for name in _SHARED_DTYPES
-    if hasattr(torch, name) and hasattr(jnp, name)
-}
-# Where `tensor.numpy()` exists.
-_NUMPY_DTYPES = frozenset(ours for ours, theirs in _TO_JAX.items() if theirs.isbuiltin == 1)
-_TO_TORCH = {theirs: ours for ours, theirs in _TO_JAX.items()}
+from .dtypes import NUMPY_DTYPES, TO_JAX, has_torch_dtype, jax_dtype, torch_dtype
 
 # XLA takes memory on the CPU as it is only at multiples of this many bytes. From anywhere else it copies, and goes on
 # copying after the import has returned: a write to the tensor in the meantime ends up in the array.
 _XLA_CPU_ALIGNMENT = 64
 
 _RULE = "only dense tensors with data of their own have a counterpart there"
-
-
-def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return JAX's name for a torch dtype, 64-bit types included.
-
-    Raises:
-        TypeError: JAX has no such type (quantised and sub-byte types, `torch.complex32`).
-
-    >>> jax_dtype(torch.bfloat16)
-    dtype(bfloat16)
-    """
-    try:
-        return _TO_JAX[dtype]
-    except (KeyError, TypeError):
-        raise TypeError(f"JAX has no counterpart of {dtype}: convert the tensor first, {_conversion(dtype)}.") from None
-
-
-def _conversion(dtype: object) -> str:
-    if dtype in (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4):
-        return "for example with .dequantize()"
-    if dtype is torch.complex32:
-        return "for example with .to(torch.complex64)"
-    return "for example with .view(torch.uint8) or .to(torch.int8)"
-
-
-def torch_dtype(dtype: Any) -> torch.dtype:
-    """Return torch's name for a NumPy or JAX dtype (a `dtype`, a scalar type such as `jnp.int32`, or a name).
-
-    Raises:
-        TypeError: torch has no such type (`int4`, `float8_e3m4`, `float0`, random keys, strings, ...).
-
-    >>> torch_dtype(jnp.complex64)
-    torch.complex64
-    """
-    try:
-        return _TO_TORCH[dtype]  # an array's own dtype, the common case
-    except (KeyError, TypeError):
-        pass
-    if dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended):  # np.dtype(None) is float64
-        found = _TO_TORCH.get(np.dtype(dtype))
-        if found is not None:
-            return found
-    hint = "take jax.random.key_data(key)" if "key" in str(dtype) else "convert the array first with .astype"
-    raise TypeError(f"torch has no counterpart of JAX's {dtype}: {hint}.")
-
-
-def has_torch_dtype(dtype: Any) -> bool:
-    """Whether torch has a counterpart of an array's dtype."""
-    return dtype in _TO_TORCH
 
 
 @functools.cache
@@ -235,7 +160,7 @@ def tensors_to_arguments(tensors: Iterable[torch.Tensor]) -> list[jax.Array | np
 def _to_argument(tensor: torch.Tensor) -> jax.Array | np.ndarray[Any, Any]:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         tensor = _plain_memory(tensor)
-    if tensor.dtype in _NUMPY_DTYPES and tensor.is_contiguous():
+    if tensor.dtype in NUMPY_DTYPES and tensor.is_contiguous():
         try:
             return (tensor.detach() if tensor.requires_grad else tensor).numpy()
         except (RuntimeError, TypeError):
@@ -247,7 +172,7 @@ def _plain_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without what memory alone does not say: autograd, subclasses, pending sign flips."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         tensor = _as_plain(tensor)
-    if tensor.dtype not in _TO_JAX or tensor.layout is not torch.strided:
+    if tensor.dtype not in TO_JAX or tensor.layout is not torch.strided:
         check_kind(tensor)
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -357,7 +282,7 @@ def array_to_tensor(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
     """
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         raise _no_array(array)
-    if array.dtype not in _TO_TORCH:
+    if not has_torch_dtype(array.dtype):
         torch_dtype(array.dtype)  # raises
     device = _only_device(array.sharding)
     function = native_export()

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import torch
 
-from ..memory.values import jax_dtype, unusual_stride
+from ..memory.dtypes import jax_dtype
+from ..memory.values import unusual_stride
 
 _CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..base import torch_internals as ti
-from ..memory.values import jax_dtype
+from ..memory.dtypes import jax_dtype
 from .graph import Graph
 from .nodes import Const, Meta, Node, Ref, Value
 from .recorder import Barrier, Spec

@@ -24,7 +24,7 @@ from ..lowerings import has_lowering
 from ..lowerings.checks import Condition
 from ..lowerings.conditions import Check, asserted, factorised, reports_failure, required
 from ..lowerings.half import HALF, IN_FLOAT32
-from ..memory.values import jax_dtype
+from ..memory.dtypes import jax_dtype
 from .kernels import kernel_dtype
 from .nodes import Const, Meta, Node, Ref, Value
 

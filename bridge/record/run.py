@@ -18,7 +18,7 @@ from jax import Array
 from ..lowerings import find_lowering
 from ..lowerings.bounds import checked
 from ..lowerings.stored import stored
-from ..memory.values import jax_dtype, torch_dtype
+from ..memory.dtypes import jax_dtype, torch_dtype
 from .graph import Graph
 from .nodes import Const, Meta, Node, Ref, Value
 from .recording import record

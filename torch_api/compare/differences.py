@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ...bridge.memory.values import jax_dtype
+from ...bridge.memory.dtypes import jax_dtype
 from .report import Row
 
 _EPS = float(np.finfo(np.float64).eps)
