@@ -17,7 +17,7 @@ from jax.interpreters import ad
 from .base.errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .base.versions import enable_x64
 from .derive.context import Call, Left, current_call
-from .derive.differentiation import Source, TorchFunction
+from .derive.functions import Original, TorchFunction
 from .derive.made import Made, Tracing
 from .derive.repeating import check_second_call
 from .effects import bindings
@@ -226,7 +226,7 @@ class _Traced:
         if self.engine == "record":
             # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
             known = [t for t in walk.tensors if is_traced_tensor(t)]
-            source = Source(flat, known, walk.may_read_clocks, flat.check_backward)
+            source = Original(flat, known, walk.may_read_clocks, flat.check_backward)
             try:
                 tracing: Tracing = TorchFunction(source, metas, mode.tracked, wants, keep=current_call() is None)
             except WrittenArgument as error:

@@ -15,7 +15,7 @@ from ..bridge import lift
 from ..bridge.base.errors import user_line
 from ..bridge.base.versions import enable_x64
 from ..bridge.call.as_torch import only_maps
-from ..bridge.derive.differentiation import torch_call_p, torch_linear_p
+from ..bridge.derive.primitives import torch_call_p, torch_linear_p
 from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.dtypes import jax_dtype
 from ..bridge.memory.trees import Rows, flatten, to_jax_tree, without_rows

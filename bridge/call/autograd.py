@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from ..base import torch_internals as ti
 from ..base.versions import enable_x64
 from ..derive.context import Call, running
-from ..derive.differentiation import dependent_outputs
+from ..derive.dependence import dependent_outputs
 from ..effects.running import no_place_for_updates
 from ..memory.dtypes import has_torch_dtype, jax_dtype, torch_dtype
 from ..memory.values import array_to_tensor, tensor_to_array

@@ -16,7 +16,8 @@ from jax.experimental.layout import Format, Layout
 from ..base.errors import TraceError
 from ..base.versions import enable_x64
 from ..derive.context import Call, running
-from ..derive.differentiation import DeletedFunction, dependent_outputs
+from ..derive.dependence import dependent_outputs
+from ..derive.functions import DeletedFunction
 from ..effects.bindings import as_before, put
 from ..effects.running import where
 from ..effects.side_effects import Watched

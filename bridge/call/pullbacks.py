@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from ..derive.context import Call
-from ..derive.differentiation import dependent_outputs, read_inputs
+from ..derive.dependence import dependent_outputs, read_inputs
 from .reporting import Checked
 
 

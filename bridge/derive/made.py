@@ -12,7 +12,7 @@ import torch
 from ..effects import bindings
 from ..effects.running import FlatFunction
 from ..watch.walk import Walk
-from .differentiation import Source
+from .functions import Original
 
 
 class Tracing(Protocol):
@@ -40,7 +40,7 @@ class Made:
 
     tracing: Tracing
     flat: FlatFunction
-    source: Source | None  # kept alive here, for further recordings
+    source: Original | None  # kept alive here, for further recordings
     places: Sequence[int | None] = ()  # where the walk finds the captured tensors
 
     def find_in(self, walk: Walk) -> None:

@@ -14,7 +14,7 @@ from ..record.captured import known_as_constants
 from ..watch.names import read_count
 from ..watch.places import read_entry, write
 from ..watch.walk import Walk
-from .differentiation import TorchFunction
+from .functions import TorchFunction
 from .made import Made
 
 

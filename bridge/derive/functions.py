@@ -25,10 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
 
-from ...jax_impl.program.versions import scan_counts
 from ..base.errors import TraceError
 from ..base.versions import enable_x64
 from ..lowerings.conditions import watched
@@ -37,17 +34,15 @@ from ..record.nodes import Meta
 from ..record.pruning import for_outputs
 from ..record.recording import record
 from ..record.run import read, run
-from .context import current_call
 from .derivatives import jvp_rule, vjp_rule, with_captured
-
-Arrays = Sequence[jax.Array]
+from .primitives import Arrays, Program, torch_call_p, torch_linear_p
 
 
 class DeletedFunction(RuntimeError):
     """A function that is gone was to be recorded once more."""
 
 
-class Source:
+class Original:
     """A flat torch function and the tensors that it captures, ``known`` ones first.
 
     Whoever traces the function holds this. The recordings, which JAX's caches keep for long, refer to it weakly.
@@ -63,7 +58,7 @@ class Source:
         """``clocks`` says whether its code may read one; ``check`` refuses what its backward pass leaves behind."""
         self.fun, self.clocks, self.check = fun, clocks, check
         self.captured = list(known)
-        self.derived: dict[Any, tuple[TorchFunction, Source]] = {}
+        self.derived: dict[Any, tuple[TorchFunction, Original]] = {}
 
     def record(
         self,
@@ -91,7 +86,7 @@ class TorchFunction:
 
     def __init__(
         self,
-        source: Source,
+        source: Original,
         metas: Sequence[Meta],
         need: Sequence[bool] | None = None,
         wants: Callable[[torch.Tensor], bool] = lambda _: False,
@@ -102,7 +97,7 @@ class TorchFunction:
         Programs are kept in caches, and must not keep the function alive; with ``keep`` they do, for JAX code of the
         user's, which may hold nothing else of it and differentiate it later.
         """
-        self._source: Callable[[], Source | None] = weakref.ref(source)
+        self._source: Callable[[], Original | None] = weakref.ref(source)
         if keep:
             self.keep(source)
         self.arguments = list(metas)
@@ -118,12 +113,12 @@ class TorchFunction:
         self.moved = {len(self.arguments) + i for i in graph.moves}
         self.draws = graph.draws
 
-    def keep(self, source: Source) -> None:
+    def keep(self, source: Original) -> None:
         """Hold the function, as long as this is held."""
         self._source = lambda: source
 
     @property
-    def source(self) -> Source:
+    def source(self) -> Original:
         """The function itself, for further recordings."""
         source = self._source()
         if source is None:
@@ -191,15 +186,12 @@ class TorchFunction:
             def derived(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
                 return rule(call, tensors[:inputs], tensors[inputs:], need, outputs)
 
-            inner = Source(derived, clocks=source.clocks, check=source.check)
+            inner = Original(derived, clocks=source.clocks, check=source.check)
             source.derived[kind, need, outputs] = TorchFunction(inner, [*self.metas, *extra]), inner
         return source.derived[kind, need, outputs][0]
 
 
-# Programs: what the two primitives carry. Each takes a key first, then arrays.
-
-
-class Forward:
+class Forward(Program):
     """Inputs -> outputs, then the final values of the captured tensors that the function writes to."""
 
     need: tuple[bool, ...] | None = None
@@ -211,6 +203,13 @@ class Forward:
     def avals(self) -> list[Any]:
         function = self.function
         return [m.aval for m in (*function.outputs, *(function.metas[i] for i in function.mutated))]
+
+    def mapped_outputs(self, axes: Sequence[int | None]) -> list[bool]:
+        if type(self) is not Forward or axes[0] is not None or None not in axes[1:]:
+            return super().mapped_outputs(axes)
+        graph = self.function.first
+        given = zip([*graph.inputs, *graph.captured], axes[1:], strict=True)
+        return list(graph.made_from({node for node, axis in given if axis is not None}))
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         return _evaluate(self.function.first, key, arrays, saving=False)
@@ -252,7 +251,7 @@ class Saving(Forward):
         return _evaluate(self.function.graph(self.need), key, arrays, saving=True)
 
 
-class Backward:
+class Backward(Program):
     """Inputs, residuals, cotangents -> gradients, complex ones in JAX's convention (the conjugate of torch's).
 
     The cotangents are those of the ``live`` ones among the differentiable outputs: the others have none.
@@ -320,7 +319,7 @@ class Backward:
         return outs, [None if t is None else jnp.conj(t) for t in moved[: len(outs)]]
 
 
-class Linear:
+class Linear(Program):
     """Inputs, residuals, tangents -> tangents of the differentiable outputs; linear in the tangents."""
 
     def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
@@ -376,209 +375,3 @@ def _evaluate(graph: Graph, key: jax.Array, arrays: Arrays, saving: bool) -> lis
 
 def _needed(metas: Sequence[Meta], tangents: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(t is not None and m.differentiable for m, t in zip(metas, tangents, strict=True))
-
-
-class Batched:
-    """A program mapped over leading axes. Rules of the inner program are applied under ``jax.vmap``, and so map too."""
-
-    def __init__(self, inner: Any, axes: tuple[int | None, ...], size: int) -> None:
-        self.inner, self.axes, self.size = inner, axes, size
-        self.mapped = _mapped_outputs(inner, axes)
-
-    @functools.cached_property
-    def avals(self) -> list[Any]:
-        pairs = zip(self.inner.avals, self.mapped, strict=True)
-        return [a.update(shape=(self.size, *a.shape)) if mapped else a for a, mapped in pairs]
-
-    def run(self, *arrays: jax.Array) -> list[jax.Array]:
-        out_axes = [0 if mapped else None for mapped in self.mapped]
-        return jax.vmap(self.inner.run, self.axes, out_axes, axis_size=self.size)(*arrays)
-
-    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        given = [t for t in tangents if t is not None]
-        where = [t is not None for t in tangents]
-        moved_axes = [a for a, w in zip(self.axes, where, strict=True) if w]
-        present: list[bool] = []
-
-        def rule(primals: Arrays, given: Arrays) -> tuple[list[Any], list[Any]]:
-            rest = iter(given)
-            outs, moved = self.inner.jvp(primals, [next(rest) if w else None for w in where])
-            present[:] = [t is not None for t in moved]
-            return outs, [t for t in moved if t is not None]
-
-        outs, moved = jax.vmap(rule, (list(self.axes), moved_axes), axis_size=self.size)(list(primals), given)
-        rest = iter(moved)
-        all_moved = [next(rest) if p else None for p in present]
-        return self._as_mapped(outs), self._as_mapped(all_moved)
-
-    def _as_mapped(self, rows: Sequence[Any]) -> list[Any]:
-        """The first row of what is the same for all."""
-        first = lambda r: r[0] if self.size else jnp.zeros(r.shape[1:], r.dtype)
-        return [r if mapped or r is None else first(r) for r, mapped in zip(rows, self.mapped, strict=True)]
-
-    def transpose(self, residuals: Arrays, cotangents: Sequence[Any]) -> list[Any]:
-        count = len(residuals)
-        grads = jax.vmap(self.inner.transpose, (list(self.axes[:count]), 0), axis_size=self.size)(
-            list(residuals), list(cotangents)
-        )
-        # A tangent that every row shares collects from all rows; one mapped over another axis goes back there.
-        return [
-            None if g is None else g.sum(0) if axis is None else jnp.moveaxis(g, 0, axis)
-            for g, axis in zip(grads, self.axes[count:], strict=True)
-        ]
-
-
-def _mapped_outputs(program: Any, axes: Sequence[int | None]) -> list[bool]:
-    """Which outputs differ between rows; more than that are said to where telling them apart is of no use."""
-    if type(program) is not Forward or axes[0] is not None or None not in axes[1:]:
-        return [True] * len(program.avals)
-    graph = program.function.first
-    given = zip([*graph.inputs, *graph.captured], axes[1:], strict=True)
-    return list(graph.made_from({node for node, axis in given if axis is not None}))
-
-
-def _batched(inner: Any, axes: tuple[int | None, ...], size: int) -> Batched:
-    made: dict[Any, Batched] = inner.__dict__.setdefault("batched", {})
-    if (axes, size) not in made:
-        made[axes, size] = Batched(inner, axes, size)
-    return made[axes, size]
-
-
-torch_call_p = jex.Primitive("torch_call")
-torch_call_p.multiple_results = True
-torch_linear_p = jex.Primitive("torch_linear")
-torch_linear_p.multiple_results = True
-
-
-def _run(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
-    return program.run(*arrays)
-
-
-def _run_now(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
-    if "compiled" not in program.__dict__:
-        program.compiled = jax.jit(program.run)
-    with enable_x64():
-        return program.compiled(*arrays)
-
-
-def _lowering(ctx: Any, *args: Any, **params: Any) -> Any:
-    call = current_call()
-    traced = None if call is None else call.traces.get((params["program"], tuple(ctx.avals_in)))
-    with enable_x64():  # what a lowered function calls in its turn is lowered here too
-        if traced is not None:
-            return mlir.lower_fun(jex.jaxpr_as_fun(traced), multiple_results=True)(ctx, *args)
-        return mlir.lower_fun(_run, multiple_results=True)(ctx, *args, **params)
-
-
-def _abstract(*avals: Any, program: Any, linear: int = 0) -> list[Any]:
-    return program.avals
-
-
-def _jvp(primals: Arrays, tangents: Sequence[Any], *, program: Any, linear: int = 0) -> tuple[list[Any], list[Any]]:
-    given = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
-    outs, moved = program.jvp(primals, given)
-    zeros = [ad.Zero(jax.typeof(o).to_tangent_aval()) for o in outs]
-    return outs, [z if t is None else t for z, t in zip(zeros, moved, strict=True)]
-
-
-def _batch(arrays: Arrays, axes: Sequence[int | None], *, program: Any, **params: Any) -> tuple[list[Any], list[Any]]:
-    size = next(a.shape[d] for a, d in zip(arrays, axes, strict=True) if d is not None)
-    primitive = torch_linear_p if params else torch_call_p
-    mapped = _batched(program, tuple(axes), size)
-    outs = primitive.bind(*arrays, program=mapped, **params)
-    return outs, [0 if m else None for m in mapped.mapped]
-
-
-def _transpose(cotangents: Sequence[Any], *arrays: Any, program: Any, linear: int) -> list[Any]:
-    residuals = arrays[: len(arrays) - linear]
-    if any(ad.is_undefined_primal(r) for r in residuals):
-        raise NotImplementedError("torch_linear is linear in its tangents only")
-    given = [None if type(c) is ad.Zero else c for c in cotangents]
-    grads = [None] * linear if all(c is None for c in given) else program.transpose(residuals, given)
-    zeros = [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in arrays[len(residuals) :]]
-    return [None] * len(residuals) + [z if g is None else g for z, g in zip(zeros, grads, strict=True)]
-
-
-for _primitive in (torch_call_p, torch_linear_p):
-    _primitive.def_impl(_run_now)
-    _primitive.def_abstract_eval(_abstract)
-    ad.primitive_jvps[_primitive] = _jvp
-    batching.primitive_batchers[_primitive] = _batch
-    mlir.register_lowering(_primitive, _lowering)
-ad.primitive_transposes[torch_linear_p] = _transpose
-
-
-def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Which results of a closed jaxpr depend on the inputs that are named."""
-    return _depend(jaxpr.jaxpr, inputs)
-
-
-def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    dependent = {v for v, d in zip(jaxpr.invars, inputs, strict=True) if d}
-
-    def is_dependent(atom: Any) -> bool:
-        return not isinstance(atom, jex.Literal) and atom in dependent
-
-    for equation in jaxpr.eqns:
-        given = list(map(is_dependent, equation.invars))
-        if not any(given):
-            continue
-        found = [True] * len(equation.outvars)
-        program = _program(equation)
-        if equation.primitive.name in ("jit", "pjit"):
-            found = _depend(equation.params["jaxpr"].jaxpr, given)
-        elif equation.primitive.name in ("checkpoint", "remat2"):
-            found = _depend(equation.params["jaxpr"], given)
-        elif equation.primitive.name == "scan":
-            found = _scan_depends(equation.params, given)
-        elif isinstance(program, Forward):  # detached results do not
-            metas = program.function.metas
-            need = tuple(g and m.differentiable for g, m in zip(given[1:], metas, strict=True))
-            moving = program.function.differentiable(need) if any(need) else ()
-            found = [i in moving or i >= len(program.function.outputs) for i in range(len(found))]
-        elif isinstance(program, Backward):
-            found = program.depends(given[1:])
-        elif isinstance(program, Linear):
-            gradients = program.function.graph(program.need).gradients
-            tangents = given[len(given) - len(gradients) :]
-            if not any(given[: len(given) - len(gradients)]):
-                found = [any(t and g is not None for t, g in zip(tangents, gradients, strict=True))] * len(found)
-        dependent.update(v for v, f in zip(equation.outvars, found, strict=True) if f)
-    return list(map(is_dependent, jaxpr.outvars))
-
-
-def _scan_depends(params: Any, inputs: list[bool]) -> list[bool]:
-    first, carried = scan_counts(params)
-    while True:
-        found = _depend(params["jaxpr"].jaxpr, inputs)
-        carry = [a or b for a, b in zip(inputs[first : first + carried], found, strict=False)]
-        if carry == inputs[first : first + carried]:
-            return found
-        inputs = [*inputs[:first], *carry, *inputs[first + carried :]]
-
-
-def read_inputs(jaxpr: Any) -> list[bool]:
-    """Which inputs of a closed jaxpr have values that count; a linear map is read as its transpose reads it."""
-    return _read(jaxpr.jaxpr)
-
-
-def _read(jaxpr: Any) -> list[bool]:
-    read = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
-    for equation in jaxpr.eqns:
-        reads = [True] * len(equation.invars)
-        program = _program(equation)
-        if equation.primitive.name in ("jit", "pjit"):
-            reads = _read(equation.params["jaxpr"].jaxpr)
-        elif isinstance(program, (Backward, Linear)):
-            whole = program if isinstance(program, Backward) else program.transposed
-            inputs = whole.graph.backward_reads(whole.nodes)
-            reads[1 : 1 + len(inputs)] = inputs  # after the key
-        read.update(v for v, r in zip(equation.invars, reads, strict=True) if r and not isinstance(v, jex.Literal))
-    return [v in read for v in jaxpr.invars]
-
-
-def _program(equation: Any) -> Any:
-    program = equation.params.get("program")
-    while isinstance(program, Batched):
-        program = program.inner
-    return program
