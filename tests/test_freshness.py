@@ -43,8 +43,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge.call import as_torch as calling_internals
-from microtome.bridge.call import autograd as autograd_internals
+from microtome.bridge.call import cache
 
 Fun = Callable[[torch.Tensor], torch.Tensor]
 Scenario = tuple[Fun, Callable[[], object]]
@@ -2026,11 +2025,10 @@ def test_a_failed_trace_keeps_nothing_alive(name: str) -> None:
 
 def _small_caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The caches of programs and of what is known of a call, both empty and with room for four."""
-    monkeypatch.setattr(autograd_internals, "_CACHE_SIZE", 4)
-    monkeypatch.setattr(calling_internals, "_CACHE_SIZE", 4)
-    caches = [autograd_internals._PROGRAMS, calling_internals._KNOWN]
-    for cache in caches:
-        cache.clear()
+    monkeypatch.setattr(cache, "SIZE", 4)
+    caches = [cache.PROGRAMS, cache.CALLS]
+    for kept in caches:
+        kept.clear()
     return caches
 
 

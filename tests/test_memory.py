@@ -16,8 +16,7 @@ from torch import nn
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch, lift
-from microtome.bridge.call import as_torch as calling_internals
-from microtome.bridge.call import autograd as autograd_internals
+from microtome.bridge.call import cache
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +32,8 @@ def _counts() -> dict[str, int]:
     gc.collect()
     return {
         "arrays of JAX": len(jax.live_arrays()),
-        "programs": len(autograd_internals._PROGRAMS),
-        "known calls": len(calling_internals._KNOWN),
+        "programs": len(cache.PROGRAMS),
+        "known calls": len(cache.CALLS),
         "executables": len(jax.devices("cpu")[0].client.live_executables()),
         "tensors": sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor)),
     }

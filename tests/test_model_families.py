@@ -18,7 +18,7 @@ from torch import nn
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge.call import autograd as autograd_internals
+from microtome.bridge.call import cache
 
 REFUSED = {"Longformer": "a Python number or bool was asked"}  # whether a token attends to all others
 CLOSE = {"rtol": 2e-3, "atol": 2e-5}
@@ -28,7 +28,7 @@ CLOSE = {"rtol": 2e-3, "atol": 2e-5}
 def _programs_are_forgotten() -> Iterator[None]:
     """Each program of a model takes hundreds of mappings, of which Linux gives a process 65,530: XLA crashes then."""
     yield
-    autograd_internals._PROGRAMS.clear()
+    cache.PROGRAMS.clear()
     gc.collect()
 
 

@@ -53,6 +53,7 @@ from torch import nn
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
 from microtome.bridge.call import as_torch as calling_internals
+from microtome.bridge.call import cache
 
 Fun = Callable[..., torch.Tensor]
 Change = Callable[[], object]
@@ -1000,7 +1001,7 @@ def test_an_autocast_object_that_is_held_compiles_once() -> None:
     x, traced = torch.ones(2, 3), []
     for _ in range(3):
         got = call(x)
-        traced.append(len(calling_internals._KNOWN))
+        traced.append(len(cache.CALLS))
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got, layer(x))
     assert traced[0] == traced[2]

@@ -29,19 +29,15 @@ from ..watch.keys import Key
 from ..watch.names import read_count
 from ..watch.places import Place, WrittenContainers, path_name, remember_change, written_count
 from ..watch.walk import Walk, is_traced, surroundings
-from .autograd import LOCK, apply, find_program, is_transformed, keep
+from .autograd import apply, find_program, is_transformed, keep
+from .cache import CALLS, LOCK, STATIC_FLOATS
 from .compilation import outline
 from .flat import Outline, Root
 
 _MADE = "__microtome_made__"
 _MAPS = "__microtome_maps__"
-_CACHE_SIZE = 256
 _AGAIN = 8  # times that a function is looked at anew, because it read by names that do not stand in it
 _MANY = 32  # compilations of one function after which a warning names it
-# Functions that need the values of the floats among their arguments, by their key and the arguments' structure.
-_STATIC_FLOATS: collections.OrderedDict[Any, None] = collections.OrderedDict()
-# What is known of a call before it runs, and the captured tensors that only its trace met.
-_KNOWN: collections.OrderedDict[Any, tuple[Outline, list[weakref.ref[torch.Tensor]]]] = collections.OrderedDict()
 _COMPILED: collections.Counter[Any] = collections.Counter()
 
 
@@ -185,15 +181,13 @@ def _prepare(
     tree = to_jax_tree((args, kwargs))
     if any(type(leaf) is float for leaf in jax.tree.leaves(tree)) and not is_traced(jax_fun) and recording() is None:
         subject = Walk(jax_fun).key, jax.tree.structure(tree)
-        if subject not in _STATIC_FLOATS:
+        if not STATIC_FLOATS.find(subject):
             try:
                 return _prepare_as(
                     jax_fun, recompute, args, kwargs, Structure.split(tree, _moves_or_is_float), is_quiet
                 )
             except (FloatsAreStatic, jax.errors.JAXTypeError):
-                _STATIC_FLOATS[subject] = None
-                if len(_STATIC_FLOATS) > _CACHE_SIZE:
-                    _STATIC_FLOATS.popitem(last=False)
+                STATIC_FLOATS.keep(subject, True)
     return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, moves), is_quiet)
 
 
@@ -245,7 +239,7 @@ def _prepare_as(
         forms = tuple((t.dtype, t.shape, t.device, grad and t.requires_grad) for t in arguments)
     signature = Key.of((walk.key, fixed, forms, grad))
     with LOCK:
-        found = _KNOWN.get(signature)
+        found = CALLS.find(signature)
         hidden = [] if found is None else [t for t in (ref() for ref in found[1]) if t is not None]
         if found is None or len(hidden) < len(found[1]):
             if recording() is None:
@@ -281,11 +275,9 @@ def _prepare_as(
                 seen = dataclasses.replace(seen, effects=_elsewhere(seen.effects, before.places, walk.places))
                 if program is not None:
                     keep(program, *prepared(hidden))
-            found = _KNOWN[signature] = seen, [weakref.ref(t) for t in hidden]
-            if len(_KNOWN) > _CACHE_SIZE:
-                _KNOWN.popitem(last=False)
+            found = seen, [weakref.ref(t) for t in hidden]
+            CALLS.keep(signature, found)
             _warn_of_many(walk)
-        _KNOWN.move_to_end(signature)
     root, tensors = prepared(hidden)
     root.outline = found[0]
     return root, tensors

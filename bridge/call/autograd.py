@@ -7,9 +7,7 @@ derivative or the map of a call is a flat function of its own, and is called as 
 
 from __future__ import annotations
 
-import collections
 import functools
-import threading
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -28,12 +26,9 @@ from ..memory.values import array_to_tensor, tensor_to_array
 from ..record.captured import recording
 from ..record.nodes import Meta
 from ..watch.keys import Key
+from .cache import DEPENDENT, LOCK, PROGRAMS
 from .compilation import Program, memory_order, trace
 from .flat import Flat, Mapped, Pushforward, VectorJacobianProduct, maps_function
-
-_CACHE_SIZE = 256
-LOCK = threading.RLock()
-_PROGRAMS: collections.OrderedDict[Any, Program] = collections.OrderedDict()
 
 
 def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -79,21 +74,17 @@ def find_program(flat: Flat, tensors: Sequence[torch.Tensor]) -> Program:
     """The compiled program for tensors of this form. Not kept if its trace met captured tensors for the first time."""
     signature = _signature(flat, tensors)
     with LOCK:
-        program = _PROGRAMS.get(signature)
+        program = PROGRAMS.find(signature)
         if program is None:
             program = Program(flat, tensors)
             if not program.outline.missing:
                 keep(program, flat, tensors)
-        else:
-            _PROGRAMS.move_to_end(signature)
         return program
 
 
 def keep(program: Program, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
     """Remember a program for later calls."""
-    _PROGRAMS[_signature(flat, tensors)] = program
-    if len(_PROGRAMS) > _CACHE_SIZE:
-        _PROGRAMS.popitem(last=False)
+    PROGRAMS.keep(_signature(flat, tensors), program)
 
 
 def _signature(flat: Flat, tensors: Sequence[torch.Tensor]) -> Hashable:
@@ -253,19 +244,16 @@ class _Transformed(torch.autograd.Function):
         return tuple(outputs), (0,) * len(outputs)
 
 
-_DEPENDENT: collections.OrderedDict[Any, list[bool]] = collections.OrderedDict()
-
-
 def _dependent(flat: Flat, tensors: Sequence[torch.Tensor], need: Sequence[bool]) -> list[bool]:
     """Which outputs of a flat function depend on the needed inputs, in the sense of autograd."""
     forms = tuple((t.dtype, t.shape) for t in tensors)
     signature = Key.of((flat.key, tuple(need), forms))
     with LOCK:
-        if signature not in _DEPENDENT:
-            _DEPENDENT[signature] = dependent_outputs(trace(flat, tensors)[0], [False, *need])
-            if len(_DEPENDENT) > _CACHE_SIZE:
-                _DEPENDENT.popitem(last=False)
-        return _DEPENDENT[signature]
+        found = DEPENDENT.find(signature)
+        if found is None:
+            found = dependent_outputs(trace(flat, tensors)[0], [False, *need])
+            DEPENDENT.keep(signature, found)
+        return found
 
 
 class _Call:

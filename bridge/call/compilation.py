@@ -59,6 +59,10 @@ class Program:
     def __init__(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
         root = flat.root
         self.need = tuple(torch.is_grad_enabled() and is_differentiable(t) for t in tensors)
+        forms = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
+        needed = [str(i) for i, n in enumerate(self.need) if n]
+        by = f", with gradients by input {', '.join(needed)}" if needed else ""
+        self.title = f"{where(root.walk)}{flat.what} of {', '.join(forms) or 'no tensors'}{by}"
         self.device, self.grad = root.device, root.grad
         self.recompute = root.recompute and flat is root
         call = Call({}, None, root.device, root.grad)

@@ -29,6 +29,7 @@ class Flat:
 
     key: Hashable
     base: Flat
+    what: str  # is computed
     first_cotangent: int | None = None  # the inputs from here on enter linearly
 
     @property
@@ -43,6 +44,8 @@ class Flat:
 
 class Root(Flat):
     """A call: the inputs are the tensors among its arguments, then those that its function captures."""
+
+    what = "the call"
 
     def __init__(
         self,
@@ -144,6 +147,8 @@ class Root(Flat):
 class VectorJacobianProduct(Flat):
     """Inputs and cotangents of ``live`` outputs -> gradients for the inputs that ``need`` names, as torch has them."""
 
+    what = "the vector-Jacobian product"
+
     def __init__(self, base: Flat, need: tuple[bool, ...], live: tuple[bool, ...]) -> None:
         self.base, self.need, self.live = base, need, live
         self.key = "product", need, live, base.key
@@ -159,6 +164,8 @@ class VectorJacobianProduct(Flat):
 
 class Pushforward(Flat):
     """Inputs and the tangents of those that ``need`` names -> the tangents of the outputs that are not integers."""
+
+    what = "the Jacobian-vector product"
 
     def __init__(self, base: Flat, need: tuple[bool, ...]) -> None:
         self.base, self.need = base, need
@@ -178,6 +185,8 @@ class Pushforward(Flat):
 
 class Mapped(Flat):
     """The function under ``jax.vmap``; ``axes`` are those of the inputs, the results are mapped over axis 0."""
+
+    what = "the map over rows"
 
     def __init__(self, base: Flat, axes: tuple[int | None, ...], size: int, same_draws: bool) -> None:
         self.base, self.axes, self.size, self.same_draws = base, axes, size, same_draws
