@@ -52,8 +52,7 @@ from torch import nn
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge.call import as_torch as calling_internals
-from microtome.bridge.call import cache
+from microtome.bridge.call import cache, preparing
 
 Fun = Callable[..., torch.Tensor]
 Change = Callable[[], object]
@@ -919,7 +918,7 @@ def test_names_that_were_put_together_are_known_the_next_time() -> None:
         return x * getattr(thing, _put("s", "0"))
 
     def count() -> int:
-        return calling_internals._COMPILED[fun.__code__]
+        return preparing._COMPILED[fun.__code__]
 
     for scale, expected in ((2.0, 1), (2.0, 1), (5.0, 2), (5.0, 2), (2.0, 2)):
         thing.s0 = scale

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
 from ..base import torch_internals as ti
-from ..base.errors import FloatsAreStatic, TraceError, located, user_line
-from ..base.user_code import is_partly_users
-from ..base.versions import weak_float
+from ..base.errors import TraceError, located, user_line
 from ..effects.bindings import Basic, Bound, Effect, Given, entries, from_basic, is_row, leave, span
-from ..effects.side_effects import Watched
-from ..memory.devices import forked_child, start_jax
-from ..memory.trees import Structure, argument_name, bound_arguments, moves, to_jax_tree, to_torch_tree
-from ..memory.values import array_to_tensor, tensor_to_array, unusual_stride
+from ..memory.trees import to_torch_tree
 from ..record.captured import Captured, is_traced_tensor, recording
-from ..record.nodes import History
-from ..watch.keys import Key
-from ..watch.names import read_count
-from ..watch.places import Place, WrittenContainers, path_name, remember_change, written_count
-from ..watch.walk import Walk, is_traced, surroundings
-from .autograd import apply, find_program, is_transformed, keep
-from .cache import CALLS, LOCK, STATIC_FLOATS
-from .compilation import outline
+from ..watch.places import Place, path_name, remember_change
+from ..watch.walk import is_traced
+from .autograd import apply, find_program
 from .flat import Outline, Root
+from .preparing import MAPS, prepare
 
 _MADE = "__microtome_made__"
-_MAPS = "__microtome_maps__"
-_AGAIN = 8  # times that a function is looked at anew, because it read by names that do not stand in it
-_MANY = 32  # compilations of one function after which a warning names it
-_COMPILED: collections.Counter[Any] = collections.Counter()
 
 
 def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callable[..., Any]:
@@ -79,14 +61,14 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
 
     functools.update_wrapper(fun, jax_fun)
     setattr(fun, _MADE, (fun, jax_fun))
-    fun.compiled = lambda *args, **kwargs: find_program(*_prepare(jax_fun, recompute, args, kwargs))  # type: ignore[attr-defined]
+    fun.compiled = lambda *args, **kwargs: find_program(*prepare(jax_fun, recompute, args, kwargs))  # type: ignore[attr-defined]
     return fun
 
 
 def only_maps(jax_fun: Callable[..., Any], inner: Callable[..., Any]) -> None:
     """Mark a JAX function that runs a torch function in slices or steps and takes no derivatives of its own."""
     if is_traced(inner):  # one written in JAX may take any
-        setattr(jax_fun, _MAPS, jax_fun)
+        setattr(jax_fun, MAPS, jax_fun)
 
 
 def made_from(fun: Any) -> Any:
@@ -98,11 +80,11 @@ def made_from(fun: Any) -> Any:
 @ti.disable_dynamo  # torch.compile breaks its graph here
 def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        root, tensors = _prepare(jax_fun, recompute, args, kwargs)
+        root, tensors = prepare(jax_fun, recompute, args, kwargs)
         assert root.outline is not None
         if root.outline.regains and not torch.is_grad_enabled():
             with torch.enable_grad():
-                return _run(*_prepare(jax_fun, recompute, args, kwargs, is_quiet=True))
+                return _run(*prepare(jax_fun, recompute, args, kwargs, is_quiet=True))
     except (TypeError, ValueError) as error:
         raise located(error) from error.__cause__
     return _run(root, tensors)
@@ -150,144 +132,6 @@ def _leave(root: Root, places: list[Place], outputs: Sequence[Any]) -> None:
         return not any(tensor(base) is None or is_row(tensor(base)) for base in bases)
 
     leave(list(filter(is_kept, left.effects)), places, from_basic(tensor))
-
-
-def _prepare(
-    jax_fun: Callable[..., Any],
-    recompute: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    is_quiet: bool = False,
-) -> tuple[Root, list[torch.Tensor]]:
-    """The call as a flat function with its outline, and its inputs."""
-    if forked_child():
-        raise RuntimeError(
-            "microtome was called in a process forked after JAX had started (a DataLoader worker, say), where XLA "
-            "would hang. Call it in the parent, or start workers with multiprocessing_context='spawn'."
-        )
-    start_jax()
-    if ti.proxies_are_active() and recording() is None:
-        raise TraceError(
-            "make_fx, torch.export and torch.func.linearize cannot look into a compiled call, and would take its "
-            "result for a constant. Use torch.func.jvp or vjp, or leave the call out of what they trace."
-        )
-    for mode in ti.open_modes():
-        kind: Any = type(mode)
-        if is_partly_users(kind):
-            raise TraceError(
-                f"{user_line()}: {kind.__name__} is open around a compiled call, and would see none of the "
-                "operations in it. Open it inside of the function."
-            )
-    tree = to_jax_tree((args, kwargs))
-    if any(type(leaf) is float for leaf in jax.tree.leaves(tree)) and not is_traced(jax_fun) and recording() is None:
-        subject = Walk(jax_fun).key, jax.tree.structure(tree)
-        if not STATIC_FLOATS.find(subject):
-            try:
-                return _prepare_as(
-                    jax_fun, recompute, args, kwargs, Structure.split(tree, _moves_or_is_float), is_quiet
-                )
-            except (FloatsAreStatic, jax.errors.JAXTypeError):
-                STATIC_FLOATS.keep(subject, True)
-    return _prepare_as(jax_fun, recompute, args, kwargs, Structure.split(tree, moves), is_quiet)
-
-
-def _prepare_as(
-    jax_fun: Callable[..., Any],
-    recompute: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    split: tuple[list[Any], Structure],
-    is_quiet: bool,
-    again: int = _AGAIN,
-) -> tuple[Root, list[torch.Tensor]]:
-    leaves, structure = split
-    if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
-        _check_arguments(jax_fun, args, kwargs)
-    device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-    arguments = [_tensor(leaf, device) for leaf in leaves]
-    for kind in {type(t) for t in arguments}:
-        if ti.has_own_function(kind):
-            raise TypeError(
-                f"{user_line()}: an argument is a {kind.__name__}, a tensor with a __torch_function__ of its own, "
-                "which a compiled call would pass over. Let the function capture it, or pass "
-                "x.as_subclass(torch.Tensor)."
-            )
-    floats = tuple(i for i, leaf in enumerate(leaves) if type(leaf) is float)
-    walk = Walk(jax_fun, structure.fixed)
-    if ti.parametrizations_are_cached() and any(map(torch.nn.utils.parametrize.is_parametrized, walk.modules)):
-        raise TraceError(
-            "parametrize.cached() is open around the call of a function with parametrized modules, which computes them "
-            "at each call, and so would not use what is cached. Open it inside of the function."
-        )
-    strides = tuple(map(unusual_stride, arguments))
-    with torch._C.DisableTorchFunction():
-        histories = tuple(map(History.of, arguments)) if walk.asks_history else ()
-    fixed = structure.treedef, structure.moves, floats, recompute, surroundings(), strides, histories, is_quiet
-
-    def body(*arrays: Any) -> Any:
-        args, kwargs = structure.join(weak_float(a) if i in floats else a for i, a in enumerate(arrays))
-        return jax_fun(*args, **kwargs)
-
-    def prepared(hidden: list[torch.Tensor]) -> tuple[Root, list[torch.Tensor]]:
-        root = Root((walk.key, fixed), body, arguments, [*walk.tensors, *hidden], walk, recompute, is_quiet)
-        root.has_floats, root.histories = bool(floats), histories
-        root.only_maps = getattr(jax_fun, "__dict__", {}).get(_MAPS) is jax_fun
-        return root, list(map(ti.unwrap_if_dead, root.inputs))  # state may be left by a transform that is over
-
-    grad = torch.is_grad_enabled()
-    with torch._C.DisableTorchFunction():
-        forms = tuple((t.dtype, t.shape, t.device, grad and t.requires_grad) for t in arguments)
-    signature = Key.of((walk.key, fixed, forms, grad))
-    with LOCK:
-        found = CALLS.find(signature)
-        hidden = [] if found is None else [t for t in (ref() for ref in found[1]) if t is not None]
-        if found is None or len(hidden) < len(found[1]):
-            if recording() is None:
-                _check_arguments(jax_fun, args, kwargs)
-                _check_captured(walk)
-            containers, written, read = WrittenContainers(walk.identity, walk.containers), written_count(), read_count()
-            watched = Watched(walk)
-            hidden = []
-            while True:
-                root, tensors = prepared(hidden)
-                program = None
-                try:
-                    program = None if is_transformed(tensors) else find_program(root, tensors)
-                    seen = outline(root, tensors) if program is None else program.outline
-                except Exception:
-                    if read_count() == read or not again:
-                        raise
-                if read_count() != read and again:  # names that it puts together are followed from now on
-                    left = Watched(walk)
-                    watched.restore()
-                    now, is_done = Walk(jax_fun, structure.fixed), program is not None and not seen.missing
-                    if is_done and (now.key, now.asks_history) == (walk.key, walk.asks_history):
-                        left.restore()
-                        break
-                    return _prepare_as(jax_fun, recompute, args, kwargs, split, is_quiet, again - 1)
-                if not seen.missing:
-                    break
-                hidden += seen.missing
-            containers.remember()
-            if written_count() != written:  # the key leaves out now what the function was seen to write to
-                before, walk = walk, Walk(jax_fun, structure.fixed)
-                signature = Key.of((walk.key, fixed, forms, grad))
-                seen = dataclasses.replace(seen, effects=_elsewhere(seen.effects, before.places, walk.places))
-                if program is not None:
-                    keep(program, *prepared(hidden))
-            found = seen, [weakref.ref(t) for t in hidden]
-            CALLS.keep(signature, found)
-            _warn_of_many(walk)
-    root, tensors = prepared(hidden)
-    root.outline = found[0]
-    return root, tensors
-
-
-def _elsewhere(effects: Sequence[Effect], before: Sequence[Place], places: Sequence[Place]) -> list[Effect]:
-    """The effects by the number of their places in another walk, which leaves out lists that a function appends to."""
-    numbers = {id(place.owner): i for i, place in enumerate(places)}
-    found = [(effect, numbers.get(id(before[effect.place].owner))) for effect in effects]
-    return [dataclasses.replace(effect, place=i) for effect, i in found if i is not None]
 
 
 def _check_inside(outline: Outline) -> None:
@@ -338,53 +182,6 @@ def _check_contiguous(root: Root, outer: Captured | None) -> None:
             "counts in memory that the compiled program does not see. Pass copies of such tensors: "
             ".clone(memory_format=torch.contiguous_format)."
         )
-
-
-def _warn_of_many(walk: Walk) -> None:
-    code = walk.user_code
-    if code is None:
-        return
-    _COMPILED[code] += 1
-    if _COMPILED[code] == _MANY:
-        where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-        warnings.warn(
-            f"{where} has been compiled {_MANY} times: shapes, static arguments or captured Python values change "
-            "between calls. Pass numbers that change as 0-d tensors, and keep shapes fixed (pad the last batch).",
-            stacklevel=4,
-        )
-
-
-def _check_arguments(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Name the argument that holds a tensor which XLA cannot take, before anything is traced."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(to_jax_tree(bound_arguments(jax_fun, args, kwargs)))[0]:
-        if isinstance(leaf, torch.Tensor) and not is_traced_tensor(leaf):
-            try:
-                with ti.temporarily_clear_interpreter_stack():
-                    tensor_to_array(leaf)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{argument_name(path)}: {error}") from None
-
-
-def _check_captured(walk: Walk) -> None:
-    for tensor, path in zip(walk.tensors, walk.paths, strict=True):
-        if not is_traced_tensor(tensor):
-            try:
-                with ti.temporarily_clear_interpreter_stack():  # torch.func would wrap what it is shown
-                    tensor_to_array(tensor)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{path_name(path)}, which the function captures: {error}") from None
-
-
-def _moves_or_is_float(leaf: Any) -> bool:
-    return type(leaf) is float or moves(leaf)
-
-
-def _tensor(leaf: Any, device: torch.device | None) -> torch.Tensor:
-    if isinstance(leaf, torch.Tensor):
-        return leaf
-    if type(leaf) is float:
-        return torch.tensor(leaf, dtype=torch.float64, device=device)
-    return array_to_tensor(leaf) if isinstance(leaf, jax.Array) else torch.as_tensor(leaf)
 
 
 def _new_key(draws: bool) -> np.ndarray:
