@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import gc
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -959,3 +961,32 @@ def test_what_can_be_asked_of_a_function_can_be_asked_of_the_lifted_one() -> Non
     per_example = lift(jax_impl.micro_grad)(loss, batch_argnums=(1, 2), microbatch_size=2)
     assert per_example.explain(params, x, y).paths
     assert per_example.compiled(params, x, y).memory_analysis() is not None
+
+
+_ALONE = """
+import subprocess
+import sys
+import torch
+from microtome import jax_impl
+from microtome.bridge import lift
+
+def loss(p, x):
+    return (x @ p).tanh().square().sum()
+
+def planned(transform):
+    grad_fn = transform(loss, l2_clip_norm=1.0)
+    return grad_fn.compiled(torch.ones(64, 32), torch.ones(16, 1, 64)).memory_analysis().temp_size_in_bytes
+
+alone = planned(lift(jax_impl.clipped_grad))
+assert not [name for name in sys.modules if name.startswith("microtome.torch_api")]
+from microtome import torch_api
+print(alone, planned(torch_api.clipped_grad))
+"""
+
+
+def test_a_lifted_transform_keeps_factors_without_torch_api() -> None:
+    """What ``torch_api`` computes must not depend on its being imported."""
+    result = subprocess.run([sys.executable, "-c", _ALONE], capture_output=True, text=True, check=True)
+    alone, ours = map(int, result.stdout.split())
+    assert alone <= 1.1 * ours
+    assert alone < 16 * 64 * 32 * 4, "one gradient for each example"
