@@ -248,7 +248,7 @@ def test_both_in_bfloat16() -> None:
     report.assert_agrees()
 
 
-SMALL = importlib.util.spec_from_file_location("models", pathlib.Path(__file__).parent / "cases" / "models.py")
+SMALL = importlib.util.spec_from_file_location("models", pathlib.Path(__file__).parents[2] / "cases" / "models.py")
 
 
 def small_models(seed: int) -> dict[str, Any]:

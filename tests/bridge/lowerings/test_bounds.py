@@ -9,11 +9,10 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from torch_cases import assert_same
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
-
-from .torch_cases import assert_same
 
 ROWS = torch.arange(6.0).reshape(3, 2) + 1
 TABLE = {"w": ROWS}

@@ -39,7 +39,7 @@ def _two(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _loss(p, x) * y.sum()
 
 
-HERE = r"test_torch_errors\.py:\d+"
+HERE = r"test_errors\.py:\d+"
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "size does not divide": (
         lambda: mt.micro_grad(_loss, microbatch_size=2, remainder="error")(W, X),

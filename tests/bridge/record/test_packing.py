@@ -59,5 +59,5 @@ def test_bad_lengths() -> None:
         with pytest.raises(RuntimeError, match=message):
             _through(lambda x, n=lengths: pack_padded_sequence(x, n).data)(x)
     captured = torch.tensor([3, 2])
-    with pytest.raises(TypeError, match=r"test_packed_sequences.py:\d+: the lengths of a packed sequence.*Python list"):
+    with pytest.raises(TypeError, match=r"test_packing.py:\d+: the lengths of a packed sequence.*Python list"):
         _through(lambda x: pack_padded_sequence(x, captured).data)(x)

@@ -161,7 +161,7 @@ ERRORS = {
               lambda scan: scan(lambda c, x: ({"h": c["h"] * x}, x), {"h": torch.ones(2).long()}, torch.ones(3, 2))),
     "shape": (TypeError, "init[1] is float32[2], f returns float32[4] for it",
               lambda scan: scan(lambda c, x: ((c[0], c[1].repeat(2)), x), (0.0, torch.ones(2)), torch.ones(3))),
-    "control flow": (TypeError, "test_torch_scanning.py:",
+    "control flow": (TypeError, "test_scanning.py:",
                      lambda scan: scan(lambda c, x: (c if x > 0 else -c, x), 0.0, torch.ones(3))),
 }  # fmt: skip
 

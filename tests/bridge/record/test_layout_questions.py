@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_cases import assert_same
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
 from microtome.bridge.base.errors import TraceError
-
-from .torch_cases import assert_same
 
 BASE = torch.arange(48.0).reshape(4, 3, 4) + 1
 LAYOUTS = {

@@ -18,14 +18,13 @@ import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch_cases import assert_same
 
 from microtome.bridge import as_jax, as_torch
 from microtome.bridge.base.errors import TraceError
 from microtome.bridge.base.torch_internals import FakeTensor
 from microtome.bridge.record.nodes import Meta
 from microtome.bridge.record.recorder import Recorder
-
-from .torch_cases import assert_same
 
 X, Y = torch.tensor([0.5, 1.0]), torch.tensor([2.0, -1.5])
 WHOLE, OTHER = torch.tensor([7, -5]), torch.tensor([2, 3])

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch_cases import assert_same
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
 from microtome.bridge.base.errors import NoForwardMode, TraceError
-
-from .torch_cases import assert_same
 
 X, T = torch.tensor([0.5, 2.0]), torch.tensor([1.0, -1.0])
 
