@@ -112,7 +112,7 @@ def test_a_mistake_is_named(name: str) -> None:
 
 
 def test_an_unreachable_device_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from microtome.bridge import values
+    from microtome.bridge.memory import values
 
     with pytest.raises(ValueError, match=r"install jax\[cuda"):
         values.jax_device(torch.device("cuda:0"))
