@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked
 
 from microtome import jax_impl, torch_api
 from microtome.bridge import as_jax, as_torch, to_jax, to_torch
@@ -357,9 +358,7 @@ _WITH_LABELS: dict[str, Callable[..., Any]] = {
 _SLOW_WITH_LABELS = _WITH_LABELS.keys() - {"micro_grad", "clipped_grad", "chunked_vmap"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW_WITH_LABELS else n for n in _WITH_LABELS]
-)
+@pytest.mark.parametrize("name", marked(_WITH_LABELS, slow=_SLOW_WITH_LABELS))
 def test_labels_of_torch_stay_64_bit_in_every_transform_whatever_the_mode_of_jax(name: str) -> None:
     torch.manual_seed(0)
     params = {"w": torch.randn(5, 3), "b": torch.randn(3), "e": torch.randn(3, 2)}

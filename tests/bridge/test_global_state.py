@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from helpers import printed_by
 
 _SNAPSHOT = """
 import os, random, sys, warnings
@@ -42,9 +40,7 @@ def snapshot():
 
 
 def _run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", _SNAPSHOT + code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return printed_by(_SNAPSHOT + code)
 
 
 def test_importing_and_tracing_change_nothing() -> None:

@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.flatten_util
@@ -17,6 +17,7 @@ import jax_privacy
 import optax
 import pytest
 import torch
+from helpers import Pair, marked
 from torch import nn
 
 from microtome import jax_impl, torch_api
@@ -29,9 +30,11 @@ func = torch.func
 bodies: list[int] = []
 
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
+def _cleared() -> None:
     bodies.clear()
 
 
@@ -85,18 +88,11 @@ def _same(got: Any, expected: Any, path: str = "result") -> None:
         assert got == expected, path
 
 
-def _params(table: dict[str, Any], known: dict[str, str], slow: Collection[str] = ()) -> list[Any]:
-    assert known.keys() | set(slow) <= table.keys(), (known.keys() | set(slow)) - table.keys()
-    marks = dict.fromkeys(slow, pytest.mark.slow)
-    marks |= {name: pytest.mark.xfail(reason=why) for name, why in known.items()}
-    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in table]
-
-
 # Transforms from function to function
 
-Pair = tuple[Callable[[], Any], Callable[[], Any]]
+Both = tuple[Callable[[], Any], Callable[[], Any]]
 
-TRANSFORMS: dict[str, Pair] = {
+TRANSFORMS: dict[str, Both] = {
     "grad": (lambda: lift(jax.grad)(_loss)(W, X), lambda: func.grad(_loss)(W, X)),
     "grad of the second": (lambda: lift(jax.grad)(_loss, 1)(W, X), lambda: func.grad(_loss, 1)(W, X)),
     "grad of a negative position": (lambda: lift(jax.grad)(_loss, -1)(W, X), lambda: func.grad(_loss, 1)(W, X)),
@@ -251,7 +247,7 @@ TRANSFORMS: dict[str, Pair] = {
         lambda: lift(jax.vmap)(torch.dot)(ROWS, ROWS),
         lambda: func.vmap(torch.dot)(ROWS, ROWS),
     ),
-    "class as the function": (lambda: lift(jax.vmap)(_Pair)(ROWS, ROWS), lambda: _Pair(ROWS, ROWS)),
+    "class as the function": (lambda: lift(jax.vmap)(Pair)(ROWS, ROWS), lambda: Pair(ROWS, ROWS)),
     "loop": (lambda: lift(_thrice)(torch.sin)(X), lambda: X.sin().sin().sin()),
     "grad of a loop": (
         lambda: lift(lambda f: jax.grad(lambda x: _thrice(f)(x).sum()))(torch.sin)(X),
@@ -323,11 +319,6 @@ def _while(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class _Pair(NamedTuple):
-    one: Any
-    two: Any
-
-
 @functools.cache
 def _module() -> nn.Module:
     torch.manual_seed(1)
@@ -346,7 +337,7 @@ _SLOW = (  # of two that differ in little, one
 )
 
 
-@pytest.mark.parametrize("name", _params(TRANSFORMS, _TRANSFORMS_WRONG, _SLOW))
+@pytest.mark.parametrize("name", marked(TRANSFORMS, _TRANSFORMS_WRONG, slow=_SLOW))
 def test_a_lifted_transform_equals_that_of_torch(name: str) -> None:
     got, expected = TRANSFORMS[name]
     for _ in range(2):  # the second time, everything is in the caches
@@ -355,7 +346,7 @@ def test_a_lifted_transform_equals_that_of_torch(name: str) -> None:
 
 # Transforms that take data at once, and functions within results
 
-DATA: dict[str, Pair] = {
+DATA: dict[str, Both] = {
     "vjp's value": (lambda: lift(jax.vjp)(_vector, W, X)[0], lambda: _vector(W, X)),
     "vjp's pull": (
         lambda: lift(jax.vjp)(_vector, W, X)[1](torch.ones(3)),
@@ -520,7 +511,7 @@ def test_a_linear_map_and_a_pullback_outlive_the_function_that_they_are_of() -> 
     _same(func.jvp(lambda w: pull(w)[0], (W,), (W,)), (W * X.cos(), W * X.cos()))
 
 
-@pytest.mark.parametrize("name", _params(DATA, _DATA_WRONG))
+@pytest.mark.parametrize("name", marked(DATA, _DATA_WRONG))
 def test_a_transform_of_data_equals_that_of_torch(name: str) -> None:
     got, expected = DATA[name]
     for _ in range(2):
@@ -609,7 +600,7 @@ def _derivative(name: str) -> torch.Tensor:
     return X.cos()
 
 
-@pytest.mark.parametrize("name", _params(IN_JAX, _IN_JAX_WRONG))
+@pytest.mark.parametrize("name", marked(IN_JAX, _IN_JAX_WRONG))
 def test_what_is_written_in_jax_passes_untraced(name: str) -> None:
     torch.testing.assert_close(lift(jax.jacrev)(IN_JAX[name])(X), _derivative(name), rtol=1e-5, atol=1e-6)
 
@@ -661,8 +652,8 @@ STRUCTURES: dict[str, Callable[[torch.Tensor], Any]] = {
     "dict": lambda x: {"z": x, "a": x * 2},
     "dict of dicts": lambda x: {"z": {"q": x, "b": x}, "a": {"y": x, "c": x}},
     "dict with numbers as keys": lambda x: {3: x, 1: x * 2, "k": x},
-    "named tuple": lambda x: _Pair(x, {"z": x, "a": x}),
-    "nested named tuple": lambda x: _Pair(_Pair(x, x), [x]),
+    "named tuple": lambda x: Pair(x, {"z": x, "a": x}),
+    "nested named tuple": lambda x: Pair(Pair(x, x), [x]),
     "dataclass": lambda x: _Batch(x, "n", {"z": x, "a": [x]}),
     "list": lambda x: [x, x * 2],
     "tuple": lambda x: (x, (x * 2,)),
@@ -803,7 +794,7 @@ ROUTES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", _params(ROUTES, {}, ("data by name", "within a loop", "within a jit")))
+@pytest.mark.parametrize("name", marked(ROUTES, slow=("data by name", "within a loop", "within a jit")))
 def test_gradients_reach_arguments_and_captured_tensors(name: str) -> None:
     layer, x = nn.Linear(3, 3), X.clone().requires_grad_()
     for _ in range(2):

@@ -12,21 +12,15 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked, through
 from torch import nn
 
 from microtome import torch_api as mt
-from microtome.bridge import as_jax, as_torch, lift
+from microtome.bridge import lift
 from microtome.bridge.call import as_torch as calling_internals
 from microtome.bridge.call import autograd as autograd_internals
 
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def _counts() -> dict[str, int]:
@@ -129,13 +123,13 @@ def _penalty(call: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 STEPS: dict[str, Callable[[], Callable[[int], None]]] = {
-    "a module": lambda: _backward_steps(lambda m: lambda x: _through(m)(x).pow(2).mean()),
-    "a lambda made in each step": lambda: _backward_steps(lambda m: _through(lambda x: m(x).pow(2).mean())),
+    "a module": lambda: _backward_steps(lambda m: lambda x: through(m)(x).pow(2).mean()),
+    "a lambda made in each step": lambda: _backward_steps(lambda m: through(lambda x: m(x).pow(2).mean())),
     "microbatches": lambda: _backward_steps(
         lambda m: mt.microbatch(lambda x: m(x).pow(2).mean(), 0, 2, mt.AccumulationType.MEAN)
     ),
-    "a gradient penalty": lambda: _backward_steps(lambda m: _penalty(_through(m))),
-    "dropout": lambda: _backward_steps(lambda m: _through(lambda x: F.dropout(m(x)).pow(2).mean())),
+    "a gradient penalty": lambda: _backward_steps(lambda m: _penalty(through(m))),
+    "dropout": lambda: _backward_steps(lambda m: through(lambda x: F.dropout(m(x)).pow(2).mean())),
     "parameters replaced": lambda: _replaces_parameters(),
     "outputs that nobody uses": lambda: _forgets(),
     "lifted": lambda: _lifted(),
@@ -151,7 +145,7 @@ def _replaces_parameters() -> Callable[[int], None]:
 
     def step(i: int) -> None:
         model[0].weight = nn.Parameter(torch.randn(8, 4))
-        _through(model)(torch.randn(3, 4)).sum().backward()
+        through(model)(torch.randn(3, 4)).sum().backward()
         model.zero_grad()
 
     return step
@@ -159,7 +153,7 @@ def _replaces_parameters() -> Callable[[int], None]:
 
 def _forgets() -> Callable[[int], None]:
     model = _net()
-    return lambda i: (_through(model)(torch.randn(3, 4)), None)[1]
+    return lambda i: (through(model)(torch.randn(3, 4)), None)[1]
 
 
 def _lifted() -> Callable[[int], None]:
@@ -174,7 +168,7 @@ def _refused() -> Callable[[int], None]:
     def step(i: int) -> None:
         x = torch.randn(3)
         with pytest.raises(TypeError):
-            _through(lambda x: x if x.sum() > 0 else -x)(x)
+            through(lambda x: x if x.sum() > 0 else -x)(x)
 
     return step
 
@@ -183,7 +177,7 @@ def _statistics() -> Callable[[int], None]:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
 
     def step(i: int) -> None:
-        _through(model)(torch.randn(5, 4)).sum().backward()
+        through(model)(torch.randn(5, 4)).sum().backward()
         model.zero_grad()
 
     return step
@@ -192,20 +186,20 @@ def _statistics() -> Callable[[int], None]:
 def _new_models() -> Callable[[int], None]:
     def step(i: int) -> None:
         model = _net()
-        _through(model)(torch.randn(3, 4)).sum().backward()
+        through(model)(torch.randn(3, 4)).sum().backward()
 
     return step
 
 
 def _static() -> Callable[[int], None]:
-    call = _through(lambda x, options: x * options["n"])
+    call = through(lambda x, options: x * options["n"])
     return lambda i: (call(torch.randn(3), {"n": i % 3, "name": str(i % 2)}), None)[1]
 
 
 _SLOW = ("refused functions", "a gradient penalty", "dropout", "microbatches", "a lambda made in each step")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in STEPS])
+@pytest.mark.parametrize("name", marked(STEPS, slow=_SLOW))
 def test_many_steps_take_no_more_memory_than_a_few(name: str) -> None:
     _flat(STEPS[name](), 80 if name == "refused functions" else 60, 8)
 
@@ -214,7 +208,7 @@ def test_many_steps_take_no_more_memory_than_a_few(name: str) -> None:
 def test_a_call_writes_to_no_input_and_copies_no_parameter(need: bool) -> None:
     """Parameters are passed over as they are: their storage stays, and no second one appears."""
     model = _net().requires_grad_(need)
-    call, x = _through(model), torch.randn(3, 4)
+    call, x = through(model), torch.randn(3, 4)
     call(x)
     before = [(p.data_ptr(), p._version, p.detach().clone()) for p in model.parameters()]
     out = call(x)

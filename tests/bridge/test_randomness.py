@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked, through
 from torch import nn
 
 from microtome import torch_api as mt
-from microtome.bridge import as_jax, as_torch, lift
+from microtome.bridge import lift
 
 Fun = Callable[[torch.Tensor], torch.Tensor]
 D = torch.distributions
@@ -30,25 +31,7 @@ _QUICK = frozenset(
 )
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
-
-
-def _params(table: Any, known: dict[str, str]) -> list[Any]:
-    names = list(table)
-    assert known.keys() <= set(names), known.keys() - set(names)
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=known[name])) if name in known else name for name in names
-    ]
-
-
-def _sweep(table: Any, quick: Collection[str]) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in table]
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 _LAYER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
@@ -137,10 +120,10 @@ def _x() -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*weights is not None:UserWarning")
-@pytest.mark.parametrize("name", _sweep(DRAWS, _QUICK))
+@pytest.mark.parametrize("name", marked(DRAWS, quick=_QUICK))
 def test_a_draw_is_new_in_each_call_repeats_by_seed_and_has_torchs_distribution(name: str) -> None:
     fun, x = DRAWS[name], _x()
-    call = _through(fun)
+    call = through(fun)
     with torch.no_grad():
         torch.manual_seed(1)
         try:
@@ -201,13 +184,13 @@ SUPPORTED: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.slow
 def test_draws_stay_within_their_support() -> None:
     """All in one program: the names say which is wrong."""
-    drawn = _through(lambda x: {name: draw() + 0 * x.long() for name, draw in SUPPORTED.items()})(torch.zeros(()))
+    drawn = through(lambda x: {name: draw() + 0 * x.long() for name, draw in SUPPORTED.items()})(torch.zeros(()))
     assert [name for name, is_within in SUPPORTS.items() if not is_within(drawn[name])] == []
 
 
 def test_draws_of_one_call_differ_from_each_other() -> None:
     layer = nn.Dropout(0.5)
-    call = _through(lambda x: [layer(x), layer(x), F.dropout(x), torch.rand(64), torch.rand(64), torch.rand_like(x)])
+    call = through(lambda x: [layer(x), layer(x), F.dropout(x), torch.rand(64), torch.rand(64), torch.rand_like(x)])
     outs = call(torch.ones(64))
     assert not torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[1], outs[2])
@@ -281,7 +264,7 @@ FIXED: dict[str, tuple[Fun, bool]] = {
 @pytest.mark.parametrize("name", FIXED)
 def test_seeds_and_generators_inside_are_honoured_or_refused(name: str) -> None:
     fun, repeats = FIXED[name]
-    call, x = _through(fun), torch.zeros(3)
+    call, x = through(fun), torch.zeros(3)
     try:
         results = [call(x) for _ in range(3)]
     except TypeError as error:
@@ -300,7 +283,7 @@ def test_the_generator_outside_is_where_torch_would_leave_it_or_where_it_was(nam
     left = torch.get_rng_state()
     torch.manual_seed(3)
     try:
-        _through(fun)(x)
+        through(fun)(x)
     except TypeError:
         assert torch.equal(torch.get_rng_state(), untouched)
     else:
@@ -309,7 +292,7 @@ def test_the_generator_outside_is_where_torch_would_leave_it_or_where_it_was(nam
 
 
 def test_a_function_that_does_not_draw_leaves_the_generator_alone() -> None:
-    call = _through(lambda x: F.dropout(x, 0.5, training=False) * 2)
+    call = through(lambda x: F.dropout(x, 0.5, training=False) * 2)
     state = torch.get_rng_state()
     call(torch.ones(3))
     call(torch.ones(3, requires_grad=True)).sum().backward()
@@ -317,7 +300,7 @@ def test_a_function_that_does_not_draw_leaves_the_generator_alone() -> None:
 
 
 def test_forking_the_generator_around_a_call() -> None:
-    call, x = _through(lambda x: F.dropout(x)), torch.ones(64)
+    call, x = through(lambda x: F.dropout(x)), torch.ones(64)
     call(x)
     state = torch.get_rng_state()
     with torch.random.fork_rng(devices=[]):
@@ -337,7 +320,7 @@ def test_forking_the_generator_around_a_call() -> None:
 
 
 def test_forward_and_backward_share_a_mask() -> None:
-    call = _through(lambda x: F.dropout(x, 0.5) * x)
+    call = through(lambda x: F.dropout(x, 0.5) * x)
     for _ in range(2):
         x = torch.full((64,), 3.0, requires_grad=True)
         out = call(x)
@@ -360,9 +343,9 @@ def _dropped(x: torch.Tensor) -> torch.Tensor:
 ONE_MASK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "hessian": lambda x: lift(jax.hessian)(_dropped)(x),
     "reverse over reverse": lambda x: lift(lambda f: jax.jacrev(jax.grad(f)))(_dropped)(x),
-    "second gradients": lambda x: _second_gradients(_through(_dropped), x),
-    "autograd.functional.hessian": lambda x: torch.autograd.functional.hessian(_through(_dropped), x),
-    "torch.func": lambda x: torch.func.jacfwd(torch.func.jacrev(_through(_dropped)), randomness="same")(x),
+    "second gradients": lambda x: _second_gradients(through(_dropped), x),
+    "autograd.functional.hessian": lambda x: torch.autograd.functional.hessian(through(_dropped), x),
+    "torch.func": lambda x: torch.func.jacfwd(torch.func.jacrev(through(_dropped)), randomness="same")(x),
 }
 
 
@@ -372,7 +355,7 @@ def _second_gradients(f: Fun, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.autograd.grad(part, x, retain_graph=True)[0] for part in g])
 
 
-@pytest.mark.parametrize("name", _params(ONE_MASK, _ONE_MASK_WRONG))
+@pytest.mark.parametrize("name", marked(ONE_MASK, _ONE_MASK_WRONG))
 def test_a_hessian_has_one_mask_and_the_next_one_another(name: str) -> None:
     x = torch.linspace(-1, 1, 6)
     one, two = ONE_MASK[name](x), ONE_MASK[name](x)
@@ -427,7 +410,7 @@ def _per_example() -> dict[str, Fun]:
     }
 
 
-@pytest.mark.parametrize("name", _sweep(_per_example(), ("dropout",)))
+@pytest.mark.parametrize("name", marked(_per_example(), quick=("dropout",)))
 def test_each_example_draws_its_own_whatever_the_microbatch(name: str) -> None:
     fun, x, results = _per_example()[name], torch.ones(5, 16), []
     for size, partition in ((None, "strided"), (2, "contiguous")):

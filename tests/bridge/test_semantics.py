@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import live_arrays, marked, through
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from microtome import torch_api as mt
-from microtome.bridge import as_jax, as_torch
 
 Fun = Callable[..., Any]
 
@@ -24,23 +22,7 @@ Fun = Callable[..., Any]
 _TIES = "another one of equal elements is picked"
 _CORNERS_WRONG = {"kthvalue": _TIES}
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has been compiled:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
-
-
-def _params(table: Any, known: dict[str, str], slow: Collection[str] = ()) -> list[Any]:
-    assert known.keys() | set(slow) <= set(table), (known.keys() | set(slow)) - set(table)
-    marks = dict.fromkeys(slow, pytest.mark.slow)
-    marks |= {name: pytest.mark.xfail(reason=why) for name, why in known.items()}
-    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in table]
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.filterwarnings("ignore:.*has been compiled:UserWarning")]
 
 
 # Values that pass through: bool, zero-dimensional, of size one, empty
@@ -72,7 +54,7 @@ def _bits(x: torch.Tensor) -> list[Any]:
 @pytest.mark.parametrize("name", THROUGH)
 def test_every_value_passes_unchanged(name: str) -> None:
     x = THROUGH[name]()
-    call = _through(lambda v: (v, {"k": v.reshape(-1)}))
+    call = through(lambda v: (v, {"k": v.reshape(-1)}))
     for got, expected in zip((call(x)[0], call(x)[1]["k"]), (x, x.reshape(-1)), strict=True):
         assert got.dtype == expected.dtype
         assert got.shape == expected.shape
@@ -168,11 +150,11 @@ def test_a_write_through_a_view_reaches_what_is_viewed(name: str) -> None:
         (grad,) = torch.autograd.grad(out.sum(), x)
     except RuntimeError:  # torch writes through some views only without gradients
         with torch.no_grad():
-            torch.testing.assert_close(_through(fun)(start), fun(start))
+            torch.testing.assert_close(through(fun)(start), fun(start))
         return
     x = start.clone().requires_grad_()
     try:
-        got = _through(fun)(x)
+        got = through(fun)(x)
     except TypeError as error:
         if "test_semantics.py:" not in str(error):
             raise
@@ -262,11 +244,11 @@ _SLOW_BUFFERS = (
 )
 
 
-@pytest.mark.parametrize("name", _params(BUFFERS, {}, _SLOW_BUFFERS))
+@pytest.mark.parametrize("name", marked(BUFFERS, slow=_SLOW_BUFFERS))
 def test_buffers_end_as_in_torch(name: str) -> None:
     make, shape = BUFFERS[name]
     module = make()
-    reference, call = copy.deepcopy(module), _through(module)
+    reference, call = copy.deepcopy(module), through(module)
     for i in range(3):
         x = torch.randn(shape) + i
         torch.testing.assert_close(call(x), reference(x))
@@ -286,9 +268,9 @@ def test_a_mean_over_all_batches_is_refused_by_the_name_of_its_layer() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(TypeError, match=r"test_semantics.py:\d+: BatchNorm1d with momentum=None .*GroupNorm"):
-        _through(model)(torch.ones(5, 3))
+        through(model)(torch.ones(5, 3))
     torch.testing.assert_close(model.state_dict(), before)
-    torch.testing.assert_close(_through(model.eval())(torch.ones(5, 3)), model(torch.ones(5, 3)))
+    torch.testing.assert_close(through(model.eval())(torch.ones(5, 3)), model(torch.ones(5, 3)))
 
 
 # Tensors made inside
@@ -368,7 +350,7 @@ def _receives(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_tensors_made_inside_are_those_of_torch(name: str) -> None:
     fun, x = CONSTANTS[name], torch.tensor([0.7, -0.2, 0.4])
-    got, expected = _through(fun)(x), fun(x)
+    got, expected = through(fun)(x), fun(x)
     torch.testing.assert_close(got, expected)
     for one, two in zip([got] if isinstance(got, torch.Tensor) else got, [expected], strict=False):
         assert isinstance(two, tuple) or one.dtype == two.dtype
@@ -459,11 +441,11 @@ CORNERS: dict[str, tuple[Fun, list[Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _params(CORNERS, _CORNERS_WRONG))
+@pytest.mark.parametrize("name", marked(CORNERS, _CORNERS_WRONG))
 def test_gradients_at_ties_zeros_and_bounds_are_those_of_torch(name: str) -> None:
     fun, values = CORNERS[name]
     results = []
-    for call in (_through(fun), fun):
+    for call in (through(fun), fun):
         t = torch.tensor(values, requires_grad=True)
         out = call(t)
         out.sum().backward()
@@ -537,7 +519,7 @@ def test_dtypes_and_values_of_results_are_those_of_torch(dtype: torch.dtype) -> 
         except (RuntimeError, TypeError, NotImplementedError):
             continue
     assert len(works) > 30
-    got = _through(lambda t: {name: fun(t) for name, (fun, _) in works.items()})(x)
+    got = through(lambda t: {name: fun(t) for name, (fun, _) in works.items()})(x)
     wrong = {}
     for name, (_, expected) in works.items():
         pairs = zip(got[name], expected, strict=True) if isinstance(expected, tuple) else [(got[name], expected)]
@@ -641,7 +623,7 @@ VALUES: dict[str, Fun] = {
 @pytest.mark.parametrize("name", VALUES)
 def test_what_is_asked_of_a_tensor_is_answered_as_in_torch_or_refused_with_the_line(name: str) -> None:
     fun = VALUES[name]
-    call = _through(fun)
+    call = through(fun)
     for x in (torch.tensor([0.7, -0.2, 0.4]), torch.tensor([-0.7, -0.1, -0.4])):
         try:
             got = call(x)
@@ -696,10 +678,10 @@ NUMBERED: dict[str, Fun] = {
 }
 
 
-@pytest.mark.parametrize("name", _params(NUMBERED, {}, NUMBERED.keys() - {"first", "new axes", "in a map", "assigned"}))
+@pytest.mark.parametrize("name", marked(NUMBERED, slow=NUMBERED.keys() - {"first", "new axes", "in a map", "assigned"}))
 def test_an_index_that_is_a_number_of_the_arguments(name: str) -> None:
     x, i = torch.randn(5, 3, 4), torch.tensor(2)
-    call, fun = _through(NUMBERED[name]), NUMBERED[name]
+    call, fun = through(NUMBERED[name]), NUMBERED[name]
     ours, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
     got, expected = call(ours, i), fun(plain, i)
     assert torch.equal(got, expected)
@@ -712,31 +694,26 @@ def test_an_index_that_is_a_number_of_the_arguments(name: str) -> None:
 @pytest.mark.parametrize("fun", [_writes_to_what_it_read, _reads_and_then_writes])
 def test_a_row_is_a_view_in_torch_and_a_write_through_it_is_refused(fun: Fun) -> None:
     with pytest.raises(TypeError, match=r"test_semantics\.py:\d+: the function reads tensor\[index\]"):
-        _through(fun)(torch.randn(5, 3, 4), torch.tensor(2))
+        through(fun)(torch.randn(5, 3, 4), torch.tensor(2))
 
 
 @pytest.mark.parametrize("index", [5, -6])
 def test_a_number_out_of_range_raises(index: int) -> None:
     with pytest.raises(IndexError, match="out of range"):
-        _through(lambda x, i: x[i])(torch.randn(5, 3), torch.tensor(index))
+        through(lambda x, i: x[i])(torch.randn(5, 3), torch.tensor(index))
 
 
 # Memory of a checkpoint
 
 
 def _residuals(fun: Fun, x: torch.Tensor) -> int:
-    call = _through(fun)
+    call = through(fun)
     call(x)
-    before = _live_arrays()
+    before = live_arrays()
     out = call(x)
-    saved = _live_arrays() - before
+    saved = live_arrays() - before
     del out
     return saved
-
-
-def _live_arrays() -> int:
-    gc.collect()  # an array whose last reference goes in C++ is freed at JAX's next callback of the collector
-    return len(jax.live_arrays())
 
 
 def _twice(block: Fun, t: torch.Tensor, reentrant: bool) -> Any:
@@ -762,7 +739,7 @@ def test_a_checkpoint_keeps_no_intermediates(reentrant: bool) -> None:
 @pytest.mark.gpu
 def test_work_queued_on_another_stream_is_waited_for() -> None:
     stream, x = torch.cuda.Stream(), torch.zeros(1 << 24, device="cuda")
-    call = _through(lambda t: t * 2)
+    call = through(lambda t: t * 2)
     for i in range(50):
         with torch.cuda.stream(stream):
             x.fill_(i)
@@ -773,7 +750,7 @@ def test_work_queued_on_another_stream_is_waited_for() -> None:
 
 @pytest.mark.gpu
 def test_most_of_the_card_is_left_to_torch() -> None:
-    _through(lambda t: t + 1)(torch.ones(4, device="cuda"))
+    through(lambda t: t + 1)(torch.ones(4, device="cuda"))
     free, total = torch.cuda.mem_get_info()
     assert free > 0.8 * total
     torch.empty(int(0.7 * total), dtype=torch.uint8, device="cuda")
@@ -786,7 +763,7 @@ def test_matrix_products_follow_the_precision_of_torch(precision: str) -> None:
     exact = a.detach().double() @ a.detach().double()
     torch.set_float32_matmul_precision(precision)
     try:
-        ours, torchs = _through(lambda t: t @ t)(a), a @ a
+        ours, torchs = through(lambda t: t @ t)(a), a @ a
         gradients = [torch.autograd.grad(o.sum(), a)[0].double() for o in (ours, torchs)]
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -801,11 +778,11 @@ def test_a_second_card_is_computed_on() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one card only")
     x = torch.ones(8, device="cuda:1")
-    y = _through(lambda t: t * 3)(x)
+    y = through(lambda t: t * 3)(x)
     assert y.device == x.device
     assert torch.cuda.current_device() == 0
     with pytest.raises(ValueError, match=r"cuda:0.*cuda:1"):
-        _through(lambda a, b: a + b)(x, torch.ones(8, device="cuda:0"))
+        through(lambda a, b: a + b)(x, torch.ones(8, device="cuda:0"))
 
 
 # Clipping by a transform of the user's own

@@ -14,27 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
+from helpers import marked, through
 from torch import nn
 
 from microtome import torch_api as mt
-from microtome.bridge import as_jax, as_torch, lift
+from microtome.bridge import lift
 
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
-
-
-def _params(table: Any, known: dict[str, str]) -> list[Any]:
-    names = list(table)
-    assert known.keys() <= set(names), known.keys() - set(names)
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=known[name])) if name in known else name for name in names
-    ]
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def _together(jobs: list[Callable[[], Any]]) -> list[Any]:
@@ -77,7 +63,7 @@ def test_eight_threads_trace_different_functions() -> None:
 
     def job(f: Any) -> Any:
         leaf = x.clone().requires_grad_()
-        out = _through(f)(leaf)
+        out = through(f)(leaf)
         return out.detach(), torch.autograd.grad(out.sum(), leaf)[0]
 
     results = _together([lambda f=f: job(f) for f in functions])
@@ -95,10 +81,10 @@ def test_eight_threads_call_one_function_for_the_first_time() -> None:
         bodies.append(1)
         return x.sin() * 3
 
-    for got in _together([lambda i=i: _through(fun)(x * i) for i in range(8)]):
+    for got in _together([lambda i=i: through(fun)(x * i) for i in range(8)]):
         assert got.shape == (5,)
     first = len(bodies)
-    for i, got in enumerate(_together([lambda i=i: _through(fun)(x * i) for i in range(8)])):
+    for i, got in enumerate(_together([lambda i=i: through(fun)(x * i) for i in range(8)])):
         torch.testing.assert_close(got, (x * i).sin() * 3)
     assert len(bodies) == first
 
@@ -121,7 +107,7 @@ def test_threads_with_transforms_and_lifted_functions() -> None:
 
 
 def test_random_draws_in_threads_are_all_different() -> None:
-    call = _through(lambda x: torch.rand_like(x))
+    call = through(lambda x: torch.rand_like(x))
     call(torch.ones(64))
     results = _together([lambda: call(torch.ones(64)) for _ in range(8)])
     assert len({tuple(r.tolist()) for r in results}) == 8
@@ -133,11 +119,11 @@ def test_a_failure_in_one_thread_is_not_one_in_another() -> None:
 
     def fails() -> str:
         with pytest.raises(TypeError, match=r"torch\.where"):
-            _through(bad)(torch.ones(3))
+            through(bad)(torch.ones(3))
         return "refused"
 
     def works() -> torch.Tensor:
-        return _through(lambda x: x * 7)(torch.ones(3))
+        return through(lambda x: x * 7)(torch.ones(3))
 
     results = _together([fails, works] * 4)
     assert results[::2] == ["refused"] * 4
@@ -243,14 +229,14 @@ def _while_tracing(action: Callable[[], Any]) -> Iterator[list[Any]]:
     thread = threading.Thread(target=other)
     thread.start()
     try:
-        results.append(_through(fun)(torch.ones(3)))
+        results.append(through(fun)(torch.ones(3)))
         yield results
     finally:
         inside.put(None)
         thread.join(30)
 
 
-@pytest.mark.parametrize("name", _params(ELSEWHERE, _ELSEWHERE_WRONG))
+@pytest.mark.parametrize("name", marked(ELSEWHERE, _ELSEWHERE_WRONG))
 def test_another_thread_sees_nothing_of_a_trace(name: str) -> None:
     with _while_tracing(ELSEWHERE[name]) as results:
         seen, out = results
@@ -269,7 +255,7 @@ _GENERATORS_WRONG = dict.fromkeys(GENERATORS, "a trace puts the generators of al
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _params(GENERATORS, _GENERATORS_WRONG))
+@pytest.mark.parametrize("name", marked(GENERATORS, _GENERATORS_WRONG))
 def test_numbers_drawn_elsewhere_during_a_trace_do_not_come_again(name: str) -> None:
     seed, draw = GENERATORS[name]
     seed(5)
@@ -281,7 +267,7 @@ def test_numbers_drawn_elsewhere_during_a_trace_do_not_come_again(name: str) -> 
 
 
 def test_the_grad_mode_of_a_thread_is_its_own() -> None:
-    call = _through(lambda x: x * 2)
+    call = through(lambda x: x * 2)
 
     def job(enabled: bool) -> bool:
         with torch.set_grad_enabled(enabled):
@@ -292,7 +278,7 @@ def test_the_grad_mode_of_a_thread_is_its_own() -> None:
 
 @pytest.mark.xfail(reason="one lock is held while a function is traced and compiled")
 def test_a_compiled_function_does_not_wait_for_a_trace_elsewhere() -> None:
-    ready = _through(lambda x: x + 5)
+    ready = through(lambda x: x + 5)
     ready(torch.ones(3))
     finished = threading.Event()
 
@@ -311,7 +297,7 @@ def test_a_compiled_function_does_not_wait_for_a_trace_elsewhere() -> None:
     inside = threading.Event()
     thread = threading.Thread(target=lambda: (inside.wait(30), action()))
     thread.start()
-    _through(fun)(torch.ones(3))
+    through(fun)(torch.ones(3))
     thread.join(30)
     assert seen[0]
 
@@ -399,7 +385,7 @@ ENDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_the_state_of_torch_is_the_same_after_a_trace(name: str) -> None:
     before = _snapshot()
     with contextlib.suppress(TypeError, RuntimeError, _Own, KeyboardInterrupt):
-        _through(ENDS[name])(_leaf())
+        through(ENDS[name])(_leaf())
     after = _snapshot()
     assert before == after, [k for k in before if before[k] != after[k]]
 
@@ -411,7 +397,7 @@ def test_what_the_user_has_switched_off_stays_off() -> None:
     torch._C._set_mkldnn_enabled(False)
     try:
         before = _snapshot()
-        _through(lambda x: x * 2.5)(torch.ones(3))
+        through(lambda x: x * 2.5)(torch.ones(3))
         assert _snapshot() == before
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
@@ -423,7 +409,7 @@ def test_what_the_user_has_switched_off_stays_off() -> None:
 def test_a_mode_that_the_function_leaves_switched_is_switched_or_refused() -> None:
     try:
         with contextlib.suppress(TypeError, RuntimeError):
-            _through(_leaves_a_mode_open)(_leaf())
+            through(_leaves_a_mode_open)(_leaf())
             assert not torch.is_grad_enabled()
     finally:
         torch.set_grad_enabled(True)

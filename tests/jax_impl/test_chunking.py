@@ -1,7 +1,6 @@
 """``chunked_vmap`` in JAX against ``jax.vmap``, and against powerpax where the two agree."""
 
 import re
-from typing import NamedTuple
 
 import hypothesis.strategies as st
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import powerpax
 import pytest
+from helpers import Pair, temporary
 from hypothesis import given, settings
 from microbatching_cases import assert_same, data, weak_types
 
@@ -17,11 +17,6 @@ from microtome.jax_impl import chunked_vmap
 FEW = settings(derandomize=True, deadline=None, max_examples=8, database=None)
 # Length 0, 1, prime, a multiple of some chunk; chunks that divide, that do not, and that are larger.
 LENGTHS, CHUNKS = st.sampled_from([0, 1, 7, 8]), st.sampled_from([None, 1, 2, 3, 8, 11])
-
-
-class Pair(NamedTuple):
-    left: object
-    right: object
 
 
 def example(x, w, *, scale):
@@ -154,10 +149,6 @@ def test_a_chunk_has_the_operations_of_a_batch_written_by_hand():
     first, last = names.index("dynamic_slice"), names.index("dynamic_update_slice")
     body = compute(in_chunks)[first + 1 : last]
     assert [op for op in body if "int32[]" not in op[1]] == compute(by_hand)  # without the arithmetic of the place
-
-
-def temporary(fun, *args):
-    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def wide(x):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from clipping_cases import CASES, ROWS
 from clipping_models import MODELS
-from microbatching_cases import assert_same
+from helpers import temporary
+from microbatching_cases import assert_same, norm
 
 from microtome.jax_impl import (
     AccumulationType,
@@ -24,11 +25,6 @@ from microtome.jax_impl import (
 )
 
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-def norm(tree):
-    leaves = [jnp.asarray(leaf, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves))
 
 
 def materialised(loss, params, batch):
@@ -47,10 +43,6 @@ def largest_array(compiled):
     """Elements of the largest array anywhere in the optimised program."""
     shapes = re.findall(r"\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]", compiled.as_text())
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
-
-
-def temporary(fun, *args):
-    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def as_arrays(case, dtype):

@@ -2,8 +2,6 @@
 
 import functools
 import re
-import subprocess
-import sys
 
 import hypothesis.strategies as st
 import jax
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zodiax
+from helpers import printed_by, temporary
 from hypothesis import given, settings
 from jax.flatten_util import ravel_pytree
 from microbatching_cases import assert_same, data
@@ -233,10 +232,6 @@ def test_derivatives_of_the_result():
 
 
 # --- Memory ---------------------------------------------------------------------------------------------------------
-
-
-def temporary(fun, *args):
-    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def network(p):
@@ -477,8 +472,7 @@ def test_progress_without_tqdm():
         "try: hessian(jnp.sum, jnp.ones(2), progress=True)\n"
         "except ImportError as error: print(error)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "progress=True needs tqdm: pip install 'microtome[progress]', or pip install tqdm.\n"
+    assert printed_by(code) == "progress=True needs tqdm: pip install 'microtome[progress]', or pip install tqdm.\n"
 
 
 def test_an_interruption_says_how_much_was_written():

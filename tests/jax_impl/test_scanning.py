@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import powerpax
 import pytest
+from helpers import temporary
 from hypothesis import given, settings
 from microbatching_cases import assert_same, data, weak_types
 
@@ -202,10 +203,6 @@ def test_vmap_over_scans():
 
 
 # --- Memory and recomputation ---------------------------------------------------------------------------------------
-
-
-def temporary(fun, *args):
-    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def wide(c, x):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from helpers import marked
 
 from microtome import jax_impl
 from microtome import torch_api as mt
@@ -87,7 +88,7 @@ IN_TORCH = [name for name in PROGRAMS if name != "weight in the carry"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in IN_TORCH])
+@pytest.mark.parametrize("name", marked(IN_TORCH, quick=QUICK))
 def test_gradients_of_what_steps_share_in_torch(name, dtype):
     dtype = getattr(torch, dtype)
     w = torch.ones(1, dtype=dtype, requires_grad=True)

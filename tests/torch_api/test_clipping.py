@@ -8,6 +8,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked
 from torch import nn
 
 from microtome import torch_api as mt
@@ -15,9 +16,7 @@ from microtome import torch_api as mt
 ROWS = 4
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Last(nn.Module):
@@ -134,7 +133,7 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("linear", "conv1d", "tied") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+    marked(MODELS, quick=("linear", "conv1d", "tied")),
 )
 def test_modules_take_the_factored_path(name):
     _, params, x, y, loss, factored = set_up(name)
@@ -179,9 +178,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "by hand" else pytest.param(name, marks=pytest.mark.slow) for name in TRANSFORMS]
-)
+@pytest.mark.parametrize("name", marked(TRANSFORMS, quick=("by hand",)))
 def test_transforms_of_micro_grad(name):
     _, params, x, y, loss, _ = set_up("linear")
     want, norms = one_by_one(loss, params, x, y, 0.5)

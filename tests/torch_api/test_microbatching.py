@@ -4,7 +4,6 @@ import collections
 import gc
 import inspect
 import math
-from typing import NamedTuple
 
 import hypothesis.strategies as st
 import jax
@@ -13,6 +12,7 @@ import optax.microbatching as optax
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Pair, marked
 from hypothesis import given, settings
 from torch import nn
 from torch.func import functional_call
@@ -28,11 +28,6 @@ PARTITIONS = ("strided", "contiguous")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 FEW = settings(derandomize=True, deadline=None, max_examples=14, database=None)
 MODULO = "ignore:Casting complex values to real:UserWarning"
-
-
-class Pair(NamedTuple):
-    left: object
-    right: object
 
 
 def stacked(trees):
@@ -730,7 +725,7 @@ MODELS = {
 _SLOW_MODELS = ("lstm", "gru", "attention", "cnn")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW_MODELS else n for n in MODELS])
+@pytest.mark.parametrize("name", marked(MODELS, slow=_SLOW_MODELS))
 def test_models(name):
     torch.manual_seed(0)
     make, batch = MODELS[name]

@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Pair, through
 from torch import nn
 
 from microtome.bridge import as_jax, as_torch, jax_function, lift
@@ -28,14 +29,12 @@ from microtome.bridge import as_jax, as_torch, jax_function, lift
 traces: list[int] = []
 
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
+def _cleared() -> None:
     traces.clear()
-
-
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
 
 
 def _model() -> nn.Module:
@@ -50,7 +49,7 @@ def test_a_training_loop_traces_in_its_first_step_only() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(4):
         optimizer.zero_grad()
-        loss = _through(lambda x: (traces.append(1), model(x).pow(2).mean())[1])(x)
+        loss = through(lambda x: (traces.append(1), model(x).pow(2).mean())[1])(x)
         torch.testing.assert_close(loss, model(x).pow(2).mean())
         loss.backward()
         grad = model[0].weight.grad.clone()
@@ -65,7 +64,7 @@ def test_a_training_loop_traces_in_its_first_step_only() -> None:
 
 def test_two_lengths_compile_twice_whatever_the_order() -> None:
     for i in range(12):
-        _through(lambda v: (traces.append(1), v.sum())[1])(torch.randn(7 if i % 3 == 2 else 32, 4))
+        through(lambda v: (traces.append(1), v.sum())[1])(torch.randn(7 if i % 3 == 2 else 32, 4))
     assert len(traces) == 2
 
 
@@ -75,7 +74,7 @@ SCALE = torch.tensor(2.0)
 @pytest.mark.parametrize("change", ["in place", "data", "rebound", "frozen", "mode"])
 def test_captured_tensors_are_never_stale(change: str) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
-    call, x = _through(module), torch.randn(2, 3)
+    call, x = through(module), torch.randn(2, 3)
     torch.testing.assert_close(call(x), module(x))
     if change == "in place":
         with torch.no_grad():
@@ -99,7 +98,7 @@ def test_captured_tensors_are_never_stale(change: str) -> None:
 def test_a_global_and_a_python_number_may_change() -> None:
     global SCALE
     number = 2.0
-    call = _through(lambda x: x * SCALE + number)
+    call = through(lambda x: x * SCALE + number)
     old = SCALE
     try:
         assert call(torch.ones(1)).item() == 4
@@ -120,7 +119,7 @@ def test_captured_parameters_under_torch_func_are_inputs_too() -> None:
         gradient = torch.func.grad(lambda p: torch.func.functional_call(net, p, (x,)).pow(2).mean())
         return gradient(dict(net.named_parameters()))["weight"].pow(2).sum()
 
-    call = _through(fun)
+    call = through(fun)
     for _ in range(2):
         net.zero_grad()
         fun(x).backward()
@@ -139,7 +138,7 @@ def test_a_function_that_keeps_compiling_is_named() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for n in range(33):
-            _through(busy)(torch.ones(1), n)
+            through(busy)(torch.ones(1), n)
     assert [str(w.message)[:4] for w in caught] == ["busy"]
 
 
@@ -149,15 +148,15 @@ def test_a_function_that_keeps_compiling_is_named() -> None:
 @pytest.mark.parametrize("fun", [torch.sin, lambda x: x.pow(3).cumsum(0), lambda x: torch.outer(x, x).softmax(-1)])
 def test_gradcheck(fun: Any) -> None:
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(_through(fun), (x,))
-    assert torch.autograd.gradgradcheck(_through(fun), (x,))
+    assert torch.autograd.gradcheck(through(fun), (x,))
+    assert torch.autograd.gradgradcheck(through(fun), (x,))
 
 
 def test_third_derivative_and_mixed_ones() -> None:
     x = torch.tensor([2.0], requires_grad=True)
     w = torch.tensor([3.0], requires_grad=True)
     for _ in range(2):
-        y = _through(lambda t: w * t**4)(x)
+        y = through(lambda t: w * t**4)(x)
         for expected in (4 * 8 * 3, 12 * 4 * 3, 24 * 2 * 3):
             (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
             assert y.item() == pytest.approx(expected)
@@ -169,7 +168,7 @@ def test_a_second_derivative_is_compiled_once() -> None:
     x = torch.tensor([2.0], requires_grad=True)
     counts = []
     for _ in range(3):
-        y = _through(lambda t: (traces.append(1), t**4)[1])(x)
+        y = through(lambda t: (traces.append(1), t**4)[1])(x)
         (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         torch.autograd.grad(y.sum(), x)
         counts.append(len(traces))
@@ -178,28 +177,28 @@ def test_a_second_derivative_is_compiled_once() -> None:
 
 def test_outputs_require_grad_only_where_torch_says_so() -> None:
     x, c = torch.ones(2, requires_grad=True), torch.ones(2)
-    outs = _through(lambda x, c: (x * c, c * 2, x.detach() * 2, (x > 0), x.argmax()))(x, c)
+    outs = through(lambda x, c: (x * c, c * 2, x.detach() * 2, (x > 0), x.argmax()))(x, c)
     assert [o.requires_grad for o in outs] == [True, False, False, False, False]
     with torch.no_grad():
-        assert not _through(lambda x: x * 2)(x).requires_grad
+        assert not through(lambda x: x * 2)(x).requires_grad
 
 
 def test_cotangents_of_any_layout() -> None:
     x = torch.randn(3, 2, requires_grad=True)
-    _through(lambda t: t * 1.0)(x).sum().backward()
+    through(lambda t: t * 1.0)(x).sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 2))
     weight = torch.randn(2, 3)
     x.grad = None
-    _through(lambda t: t * 2.0)(x).backward(weight.T)
+    through(lambda t: t * 2.0)(x).backward(weight.T)
     assert torch.equal(x.grad, 2 * weight.T)
     x.grad = None
-    _through(lambda t: t * 2.0)(x).backward(torch.randn(3, 4)[:, ::2] * 0 + 1)
+    through(lambda t: t * 2.0)(x).backward(torch.randn(3, 4)[:, ::2] * 0 + 1)
     assert torch.equal(x.grad, torch.full((3, 2), 2.0))
 
 
 def test_an_input_written_between_forward_and_backward() -> None:
     w = torch.ones(64, requires_grad=True)
-    y = _through(lambda t: t**2)(w)
+    y = through(lambda t: t**2)(w)
     keep = y.detach().clone()
     with torch.no_grad():
         w.add_(10)
@@ -210,7 +209,7 @@ def test_an_input_written_between_forward_and_backward() -> None:
 
 def test_backward_twice_is_the_usual_error_and_parts_may_go_unused() -> None:
     x = torch.randn(3, requires_grad=True)
-    one, two = _through(lambda t: (t * t, t.exp()))(x)
+    one, two = through(lambda t: (t * t, t.exp()))(x)
     one.sum().backward(retain_graph=True)
     two.sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach() + x.detach().exp())
@@ -218,14 +217,14 @@ def test_backward_twice_is_the_usual_error_and_parts_may_go_unused() -> None:
 
 def test_complex_gradients_follow_torch() -> None:
     z = torch.tensor([3 + 4j], requires_grad=True)
-    _through(lambda t: (t.real**2 + t.imag**2).sum())(z).backward()
+    through(lambda t: (t.real**2 + t.imag**2).sum())(z).backward()
     assert z.grad.item() == 6 + 8j
 
 
 def test_batch_norm_statistics_and_counters_end_as_in_torch() -> None:
     module, reference, x = nn.BatchNorm1d(3), nn.BatchNorm1d(3), torch.randn(8, 3) + 5
     for _ in range(2):
-        torch.testing.assert_close(_through(module)(x), reference(x))
+        torch.testing.assert_close(through(module)(x), reference(x))
     for got, expected in zip(module.buffers(), reference.buffers(), strict=True):
         torch.testing.assert_close(got, expected)
 
@@ -242,13 +241,13 @@ def test_a_failed_trace_leaves_the_module_as_it_was() -> None:
 
     module = Counts()
     with pytest.raises(TypeError, match=r"torch\.where"):
-        _through(module)(torch.ones(2))
+        through(module)(torch.ones(2))
     assert type(module.n) is torch.Tensor
     assert module.n.item() == 0
 
 
 def test_randomness_is_torchs_to_seed() -> None:
-    call, x = _through(lambda t: F.dropout(t, 0.5)), torch.ones(256)
+    call, x = through(lambda t: F.dropout(t, 0.5)), torch.ones(256)
     assert not torch.equal(call(x), call(x))
     torch.manual_seed(1)
     first = call(x)
@@ -257,11 +256,6 @@ def test_randomness_is_torchs_to_seed() -> None:
 
 
 # Structures, layouts, memory
-
-
-class _Pair(NamedTuple):
-    one: Any
-    two: Any
 
 
 @dataclasses.dataclass
@@ -275,15 +269,15 @@ def test_structures_come_back_as_they_went_in() -> None:
     tree = {
         "z": x,
         "a": [x, None, "text", 3],
-        "pair": _Pair(x, {"y": x, "b": x}),
+        "pair": Pair(x, {"y": x, "b": x}),
         "ordered": collections.OrderedDict(q=x, c=x),
         "data": _Output(x, "n"),
         "default": collections.defaultdict(list, k=x),
     }
-    out = _through(lambda t: t)(tree)
+    out = through(lambda t: t)(tree)
     assert list(out) == list(tree)
-    assert type(out["pair"]) is _Pair
-    assert list(out["pair"].two) == ["y", "b"]
+    assert type(out["pair"]) is Pair
+    assert list(out["pair"].right) == ["y", "b"]
     assert type(out["ordered"]) is collections.OrderedDict
     assert list(out["ordered"]) == ["q", "c"]
     assert out["a"][1:] == [None, "text", 3]
@@ -315,9 +309,9 @@ def test_layouts(name: str) -> None:
     x = _layouts()[name]
     keep = x.clone()
     for _ in range(2):  # the second call finds the program
-        assert torch.equal(_through(lambda t: t * 1)(x), x)
+        assert torch.equal(through(lambda t: t * 1)(x), x)
         leaf = x.detach().requires_grad_()
-        out = _through(lambda t: (t * t.conj()).real)(leaf) if x.is_complex() else _through(lambda t: t * t)(leaf)
+        out = through(lambda t: (t * t.conj()).real)(leaf) if x.is_complex() else through(lambda t: t * t)(leaf)
         out.sum().backward()
         torch.testing.assert_close(leaf.grad, 2 * x)
     assert torch.equal(x, keep)
@@ -357,7 +351,7 @@ def _writes_strided(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", STRIDED)
 def test_elements_by_their_place_in_memory_are_those_of_torch_or_refused(name: str) -> None:
-    fun, call = STRIDED[name], _through(STRIDED[name])
+    fun, call = STRIDED[name], through(STRIDED[name])
     base = torch.arange(24.0)
     arguments = {
         "in order": base[:12].reshape(3, 4),
@@ -386,32 +380,32 @@ def _result_or_message(call: Any, *args: Any) -> Any:
 def test_a_captured_tensor_read_by_its_place_in_memory_is_in_order_or_refused() -> None:
     ordered = torch.arange(6.0).reshape(2, 3)
     torch.testing.assert_close(
-        _through(lambda x: x + ordered.as_strided((2, 2), (1, 2)))(torch.ones(2)),
+        through(lambda x: x + ordered.as_strided((2, 2), (1, 2)))(torch.ones(2)),
         1 + ordered.as_strided((2, 2), (1, 2)),
     )
     turned = ordered.t()
     with pytest.raises(TypeError, match="as_strided"):
-        _through(lambda x: x + turned.as_strided((2, 2), (1, 2)))(torch.ones(2))
+        through(lambda x: x + turned.as_strided((2, 2), (1, 2)))(torch.ones(2))
 
 
 def test_results_may_be_written_without_touching_anything_else() -> None:
     x, w = torch.ones(64), torch.ones(64)
-    outs = _through(lambda t: (t, t, w, t * 1, torch.zeros(64)))(x)
+    outs = through(lambda t: (t, t, w, t * 1, torch.zeros(64)))(x)
     for i, out in enumerate(outs):
         out.fill_(i + 10)
     assert [o[0].item() for o in outs] == [10, 11, 12, 13, 14]
     assert x.eq(1).all()
     assert w.eq(1).all()
-    again = _through(lambda t: (t, t, w, t * 1, torch.zeros(64)))(x)
+    again = through(lambda t: (t, t, w, t * 1, torch.zeros(64)))(x)
     assert again[4].eq(0).all()
 
 
 def test_nothing_that_is_cached_keeps_a_tensor_alive() -> None:
     def scope() -> list[Any]:
         module, x, c = nn.Linear(3, 3), torch.randn(2, 3), torch.randn(3, requires_grad=True)
-        _through(lambda t: (module(t) * c).sum())(x).backward()
+        through(lambda t: (module(t) * c).sum())(x).backward()
         with torch.no_grad():
-            _through(lambda t: module(t) * c)(x)
+            through(lambda t: module(t) * c)(x)
         return [weakref.ref(t) for t in (module.weight, x, c, c.grad)]
 
     refs = scope()
@@ -421,7 +415,7 @@ def test_nothing_that_is_cached_keeps_a_tensor_alive() -> None:
 
 def test_residuals_die_with_the_output() -> None:
     x = torch.randn(64, requires_grad=True)
-    y = _through(lambda t: t.exp())(x)
+    y = through(lambda t: t.exp())(x)
     ref = weakref.ref(y.grad_fn)
     gc.disable()
     try:
@@ -436,7 +430,7 @@ def test_live_arrays_do_not_grow() -> None:
     shape, counts = (37, 37), []
     w = torch.randn(shape, requires_grad=True)
     for i in range(60):
-        _through(lambda a: a @ a)(w).backward(torch.ones(shape))
+        through(lambda a: a @ a)(w).backward(torch.ones(shape))
         w.grad = None
         if i in (20, 59):
             gc.collect()
@@ -446,7 +440,7 @@ def test_live_arrays_do_not_grow() -> None:
 
 
 def test_threads() -> None:
-    call, x, results = _through(lambda t: torch.tanh(t).sum()), torch.randn(5), []
+    call, x, results = through(lambda t: torch.tanh(t).sum()), torch.randn(5), []
     threads = [threading.Thread(target=lambda: results.append(call(x))) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -537,7 +531,7 @@ def test_factorisations_of_matrices_that_are_not_symmetric(name: str, dtype: tor
     fun = functions[name]
     base = torch.randn(2, 3, 3, dtype=dtype)
     grads = []
-    for call in (_through(fun), fun):
+    for call in (through(fun), fun):
         leaf = base.clone().requires_grad_()
         out = call(leaf.mT if layout == "transposed" else leaf * 1)
         torch.view_as_real(out).sum().backward() if out.is_complex() else out.sum().backward()
@@ -547,16 +541,16 @@ def test_factorisations_of_matrices_that_are_not_symmetric(name: str, dtype: tor
 
 def test_autocast_and_the_default_dtype_are_part_of_a_call() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    call = _through(lambda x: layer(x))
+    call = through(lambda x: layer(x))
     for autocast in (True, False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out, expected = call(x), layer(x)
         assert out.dtype == expected.dtype
-    made = _through(lambda x: x.double() * torch.ones(2))
-    assert _through(lambda x: torch.ones(2) + x.sum().long())(x).dtype == torch.float32
+    made = through(lambda x: x.double() * torch.ones(2))
+    assert through(lambda x: torch.ones(2) + x.sum().long())(x).dtype == torch.float32
     torch.set_default_dtype(torch.float64)
     try:
-        assert _through(lambda x: torch.ones(2) + x.sum().long())(x).dtype == torch.float64
+        assert through(lambda x: torch.ones(2) + x.sum().long())(x).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
     assert made(torch.ones(2)).dtype == torch.float64
@@ -565,7 +559,7 @@ def test_autocast_and_the_default_dtype_are_part_of_a_call() -> None:
 @pytest.mark.parametrize("fun", [lambda t: t.max(1), lambda t: t.sort(1), lambda t: t.topk(2), lambda t: t.median(1)])
 def test_named_results_of_torch_come_back(fun: Any) -> None:
     x = torch.randn(3, 4)
-    got, expected = _through(fun)(x), fun(x)
+    got, expected = through(fun)(x), fun(x)
     assert type(got) is type(expected)
     for one, two in zip(got, expected, strict=True):
         torch.testing.assert_close(one, two)
@@ -629,29 +623,29 @@ def test_what_an_object_holds_is_never_stale(kind: str, name: str) -> None:
         "partial": functools.partial(trainer.loss),
         "lambda": lambda x: trainer.loss(x),
     }[kind]
-    call = _through(fun)
+    call = through(fun)
     torch.testing.assert_close(call(x), fun(x))
     before = fun(x)
     with torch.no_grad():
         _changes()[name](trainer)
     assert not torch.allclose(fun(x), before)
     torch.testing.assert_close(call(x), fun(x))
-    torch.testing.assert_close(_through(fun)(x), fun(x))
+    torch.testing.assert_close(through(fun)(x), fun(x))
 
 
 def test_two_objects_of_one_class_are_two_functions() -> None:
     one, two, x = _Trainer(1.0), _Trainer(5.0), torch.randn(3)
     for method in ("loss", "inner"):
         for trainer in (one, two, one):
-            torch.testing.assert_close(_through(getattr(trainer, method))(x), getattr(trainer, method)(x))
-    _through(two.loss)(x).backward()
+            torch.testing.assert_close(through(getattr(trainer, method))(x), getattr(trainer, method)(x))
+    through(two.loss)(x).backward()
     assert one.layer.weight.grad is None
     assert two.layer.weight.grad is not None
 
 
 def test_a_class_attribute_may_change() -> None:
     trainer, x = _Trainer(1.0), torch.randn(3)
-    call = _through(trainer.loss)
+    call = through(trainer.loss)
     call(x)
     try:
         _Settings.scale = 11.0
@@ -665,10 +659,10 @@ def test_what_the_function_does_not_read_traces_nothing() -> None:
     trainer, x = _Trainer(2.0), torch.randn(3)
     counts = []
     for step in range(4):
-        _through(trainer.loss)(x)
+        through(trainer.loss)(x)
         counts.append(len(traces))
         trainer.history.append(step)
-        _through(lambda y: trainer.inner(y) * 2 + trainer.weight.sum())(x)
+        through(lambda y: trainer.inner(y) * 2 + trainer.weight.sum())(x)
         trainer.unread = step
     assert counts == [counts[0]] * 4
 
@@ -712,11 +706,11 @@ def test_floats_are_inputs_where_the_function_allows_it() -> None:
 def test_an_index_out_of_range_raises_as_in_torch(fun: Any, index: int) -> None:
     x, i = torch.arange(6.0).reshape(3, 2), torch.tensor([index])
     with pytest.raises(IndexError, match=r"test_as_torch\.py:\d+: index -?\d+ is out of range"):
-        _through(fun)(x, i)
+        through(fun)(x, i)
     leaf = x.clone().requires_grad_()
     with pytest.raises(IndexError):
-        _through(fun)(leaf, i)
-    assert torch.equal(_through(lambda x, i: x[i])(x, torch.tensor([-3, 2])), x[[0, 2]])
+        through(fun)(leaf, i)
+    assert torch.equal(through(lambda x, i: x[i])(x, torch.tensor([-3, 2])), x[[0, 2]])
 
 
 @pytest.mark.parametrize(

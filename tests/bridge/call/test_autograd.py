@@ -8,13 +8,14 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import live_arrays, marked, through
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -35,25 +36,7 @@ Fun = Callable[..., Any]
 DOUBLE = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
-
-
-def _params(table: Any, known: dict[Any, str], slow: Collection[Any] = ()) -> list[Any]:
-    names = list(table)
-    assert known.keys() | set(slow) <= set(names), (known.keys() | set(slow)) - set(names)
-    marks = dict.fromkeys(slow, pytest.mark.slow)
-    marks |= {name: pytest.mark.xfail(reason=why) for name, why in known.items()}
-    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
-
-
-def _slow(table: Any, *slow: Any) -> list[Any]:
-    return _params(table, {}, slow)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def _close(got: Any, expected: Any) -> None:
@@ -110,10 +93,10 @@ _SLOW_CHECKED = (
 )
 
 
-@pytest.mark.parametrize("name", _slow(CHECKED, *_SLOW_CHECKED))
+@pytest.mark.parametrize("name", marked(CHECKED, slow=_SLOW_CHECKED))
 def test_gradcheck_and_gradgradcheck(name: str) -> None:
     fun, shapes = CHECKED[name]
-    call, inputs = _through(fun), _inputs(shapes)
+    call, inputs = through(fun), _inputs(shapes)
     _close(call(*inputs), fun(*inputs))
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
     assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
@@ -198,7 +181,7 @@ _SLOW_TRANSFORMED = (
 )
 
 
-@pytest.mark.parametrize("name", _slow(TRANSFORMED, *_SLOW_TRANSFORMED))
+@pytest.mark.parametrize("name", marked(TRANSFORMED, slow=_SLOW_TRANSFORMED))
 def test_gradcheck_and_gradgradcheck_of_a_transform(name: str) -> None:
     call, plain = TRANSFORMED[name]
     w, x = _inputs(((2,), (3, 2)))
@@ -361,11 +344,11 @@ _SLOW_AROUND = (  # compositions of what the others compose, and names for the s
 
 @functools.cache
 def _call(fun: Fun) -> Any:
-    return _through(fun)
+    return through(fun)
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # linearize, of itself
-@pytest.mark.parametrize("name", _params(AROUND, _AROUND_WRONG, _SLOW_AROUND))
+@pytest.mark.parametrize("name", marked(AROUND, _AROUND_WRONG, slow=_SLOW_AROUND))
 def test_what_is_done_around_a_call_gives_what_torch_gives(name: str) -> None:
     fun, around = AROUND[name]
     _close(around(_call(fun)), around(fun))
@@ -407,7 +390,7 @@ _SLOW_MICRO = (
 )
 
 
-@pytest.mark.parametrize("pair", _slow([(m, a) for m in MICRO for a in AROUND_MICRO], *_SLOW_MICRO), ids="-".join)
+@pytest.mark.parametrize("pair", marked([(m, a) for m in MICRO for a in AROUND_MICRO], slow=_SLOW_MICRO), ids="-".join)
 def test_what_is_done_around_a_transform_gives_what_torch_gives(pair: tuple[str, str]) -> None:
     call, plain = MICRO[pair[0]]
     around = AROUND_MICRO[pair[1]]
@@ -433,7 +416,7 @@ def test_vmap_around_a_call_that_draws(randomness: str) -> None:
 
 @pytest.fixture(scope="module")
 def square() -> Any:
-    return _through(lambda x: x * x)
+    return through(lambda x: x * x)
 
 
 def test_a_call_under_no_grad_and_with_inference_tensors(square: Any) -> None:
@@ -448,13 +431,13 @@ def test_a_call_under_no_grad_and_with_inference_tensors(square: Any) -> None:
         assert out.is_inference()
         assert not square(x).requires_grad
     torch.testing.assert_close(square(made), made)  # outside of the mode, an inference tensor is a plain input
-    both = _through(lambda a, b: a * b)
+    both = through(lambda a, b: a * b)
     both(x, X).sum().backward()
     torch.testing.assert_close(x.grad, X)
 
 
 def test_an_inference_tensor_beside_one_that_requires_grad_does_as_torch_does() -> None:
-    x, call = X.clone().requires_grad_(), _through(lambda a, b: a * b)
+    x, call = X.clone().requires_grad_(), through(lambda a, b: a * b)
     with torch.inference_mode():
         made = torch.full((3,), 2.0)
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
@@ -492,7 +475,7 @@ def test_incoming_gradients_of_any_layout(name: str, square: Any) -> None:
 
 def test_incoming_complex_gradients_of_any_layout() -> None:
     z = torch.randn(2, 3, dtype=torch.complex64)
-    call = _through(lambda t: t * t.conj() * (2 + 1j))
+    call = through(lambda t: t * t.conj() * (2 + 1j))
     for cotangent in (
         torch.randn(2, 3, dtype=torch.complex64).conj(),
         torch.randn(3, 2, dtype=torch.complex64).mH,
@@ -532,7 +515,7 @@ def _with_grad(base: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", WRITES)
 def test_an_input_written_before_backward_is_torchs_error(name: str, recorded: str) -> None:
     w = X.clone().requires_grad_()
-    call = _through(lambda a: a**2) if recorded == "argument" else _through(lambda a: w**2 + a)
+    call = through(lambda a: a**2) if recorded == "argument" else through(lambda a: w**2 + a)
     out = call(w if recorded == "argument" else Y)
     before = out.detach().clone()
     with torch.no_grad():
@@ -545,7 +528,7 @@ def test_an_input_written_before_backward_is_torchs_error(name: str, recorded: s
 
 def test_an_input_that_the_derivative_does_not_need_may_be_written() -> None:
     w = X.clone().requires_grad_()
-    out = _through(lambda a: a * 2 + 1)(w)
+    out = through(lambda a: a * 2 + 1)(w)
     with torch.no_grad():
         w.add_(1)
     out.sum().backward()
@@ -556,7 +539,7 @@ def test_an_input_that_the_derivative_does_not_need_may_be_written() -> None:
 def test_a_write_that_torch_does_not_count_is_never_half_seen(order: int) -> None:
     """``.data`` goes behind torch's back: the gradient is that of the old or of the new value, as in torch."""
     w = X.clone().requires_grad_()
-    out = _through(lambda a: a**3)(w)
+    out = through(lambda a: a**3)(w)
     w.data.mul_(2)
     (g,) = torch.autograd.grad(out.sum(), w, create_graph=order == 2)
     old, new = 3 * X**2, 3 * (2 * X) ** 2
@@ -565,7 +548,7 @@ def test_a_write_that_torch_does_not_count_is_never_half_seen(order: int) -> Non
 
 def test_an_output_written_by_the_caller(square: Any) -> None:
     """A write to a result touches neither the inputs nor what the backward pass reads."""
-    for call in (square, _through(torch.exp), _through(lambda x: x), _through(lambda x: (x * 1)[:2])):
+    for call in (square, through(torch.exp), through(lambda x: x), through(lambda x: (x * 1)[:2])):
         x = X.clone().requires_grad_()
         out = call(x)
         (expected,) = torch.autograd.grad(call(x).sum(), x)
@@ -582,7 +565,7 @@ def test_an_output_written_by_the_caller(square: Any) -> None:
 
 
 def test_an_output_without_gradient_and_a_part_of_the_outputs() -> None:
-    call = _through(lambda x: (x.sin(), x.exp(), x.argmax(), (x > 0), x.long(), x.detach() * 2, torch.ones(2)))
+    call = through(lambda x: (x.sin(), x.exp(), x.argmax(), (x > 0), x.long(), x.detach() * 2, torch.ones(2)))
     x = X.clone().requires_grad_()
     outs = call(x)
     assert [o.requires_grad for o in outs] == [True, True, False, False, False, False, False]
@@ -595,7 +578,7 @@ def test_an_output_without_gradient_and_a_part_of_the_outputs() -> None:
 
 def test_the_same_tensor_twice_and_an_output_that_is_an_input() -> None:
     x = X.clone().requires_grad_()
-    out, same = _through(lambda a, b: (a * b, a))(x, x)
+    out, same = through(lambda a, b: (a * b, a))(x, x)
     (out + same).sum().backward()
     torch.testing.assert_close(x.grad, 2 * X + 1)
 
@@ -609,11 +592,11 @@ def test_retain_graph_and_the_error_without_it(square: Any) -> None:
     out.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         out.backward()
-    out = _through(torch.exp)(x).sum()
+    out = through(torch.exp)(x).sum()
     out.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         out.backward()
-    net = _through(_net())
+    net = through(_net())
     out = net(X).sum()
     out.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -622,7 +605,7 @@ def test_retain_graph_and_the_error_without_it(square: Any) -> None:
 
 def test_a_second_derivative_after_the_graph_was_freed_is_torchs_error() -> None:
     x = X.clone().requires_grad_()
-    (g,) = torch.autograd.grad(_through(torch.exp)(x).sum(), x, create_graph=True)
+    (g,) = torch.autograd.grad(through(torch.exp)(x).sum(), x, create_graph=True)
     torch.autograd.grad(g.sum(), x)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(g.sum(), x)
@@ -643,18 +626,13 @@ KEPT = {
 def test_residuals_are_freed_by_backward_while_the_output_is_kept(name: str) -> None:
     call, x = _call(_residual), torch.randn(64, requires_grad=True)
     call(x).sum().backward()
-    before = _live_arrays()
+    before = live_arrays()
     outs = [call(x) for _ in range(3)]
-    assert _live_arrays() > before + len(outs), "nothing is saved: this test shows nothing"
+    assert live_arrays() > before + len(outs), "nothing is saved: this test shows nothing"
     for out in outs:
         KEPT[name](out, x)
     x.grad = None
-    assert _live_arrays() <= before + len(outs)  # the outputs themselves may be JAX's memory
-
-
-def _live_arrays() -> int:
-    gc.collect()  # an array whose last reference goes in C++ is freed at JAX's next callback of the collector
-    return len(jax.live_arrays())
+    assert live_arrays() <= before + len(outs)  # the outputs themselves may be JAX's memory
 
 
 def _residual(x: torch.Tensor) -> torch.Tensor:
@@ -676,7 +654,7 @@ def test_residuals_die_with_outputs_that_nobody_backpropagates() -> None:
 
 
 def test_tensors_passed_in_are_not_kept_alive_by_a_freed_graph() -> None:
-    call = _through(lambda x, w: x * w)
+    call = through(lambda x, w: x * w)
     w = torch.randn(8, requires_grad=True)
     x = torch.randn(8)
     ref = weakref.ref(x)
@@ -697,7 +675,7 @@ def test_hooks_of_tensors_and_parameters_fire_once() -> None:
         p.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
     x = X.clone().requires_grad_()
     x.register_hook(lambda g: (fired.append("input"), g * 2)[1])
-    out = _through(net)(x)
+    out = through(net)(x)
     out.register_hook(lambda g: (fired.append("output"), g * 3)[1])
     out.sum().backward()
     assert sorted(fired) == ["accumulated"] * 4 + ["grad"] * 4 + ["input", "output"]
@@ -711,7 +689,7 @@ def test_hooks_of_an_enclosing_module_fire() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.net = _net()
-            self.call = _through(self.net)
+            self.call = through(self.net)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.call(x * 2)
@@ -735,7 +713,7 @@ def test_hooks_of_modules_inside_of_the_function_act() -> None:
     net[2].register_forward_pre_hook(lambda m, args: (args[0] + 1,))
     net[0].register_full_backward_hook(lambda m, gi, go: tuple(None if g is None else g * 3 for g in gi))
     grads = []
-    for call in (_through(net), net):
+    for call in (through(net), net):
         x = X.clone().requires_grad_()
         call(x[None]).sum().backward()
         grads.append(x.grad)
@@ -745,7 +723,7 @@ def test_hooks_of_modules_inside_of_the_function_act() -> None:
 def test_hooks_of_graph_nodes_and_saved_tensors_see_a_call() -> None:
     x, packed = X.clone().requires_grad_(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t.shape), t)[1], lambda t: t):
-        out = _through(lambda a: a * a * a)(x)
+        out = through(lambda a: a * a * a)(x)
     out.grad_fn.register_hook(lambda gi, go: packed.append("node"))
     out.sum().backward()
     torch.testing.assert_close(x.grad, 3 * X**2)
@@ -763,13 +741,13 @@ def test_parameters_that_are_captured_but_not_used_keep_no_gradient() -> None:
             return self.used(x)
 
     module = Half()
-    _through(module)(X).sum().backward()
+    through(module)(X).sum().backward()
     assert module.used.weight.grad is not None
     assert module.unused.weight.grad is None
 
 
 def test_an_argument_without_influence_is_unused_to_autograd() -> None:
-    call = _through(lambda x, y: x * 2 + y.detach())
+    call = through(lambda x, y: x * 2 + y.detach())
     x, y = X.clone().requires_grad_(), Y.clone().requires_grad_()
     assert torch.autograd.grad(call(x, y).sum(), [x, y], allow_unused=True)[1] is None
     with pytest.raises(RuntimeError, match="appears to not have been used"):
@@ -788,7 +766,7 @@ def _anomaly() -> Any:
 
 
 def test_anomaly_mode_around_a_call(square: Any, request: pytest.FixtureRequest) -> None:
-    nan = _through(lambda a: (a * 0).sqrt() * 0)
+    nan = through(lambda a: (a * 0).sqrt() * 0)
     x = X.clone().requires_grad_()
     square(x)
     nan(x)
@@ -802,7 +780,7 @@ def test_anomaly_mode_around_a_call(square: Any, request: pytest.FixtureRequest)
 @pytest.mark.usefixtures("_anomaly")
 def test_a_first_call_in_anomaly_mode() -> None:
     x = X.clone().requires_grad_()
-    _through(lambda a: a * a * 1.5)(x).sum().backward()
+    through(lambda a: a * a * 1.5)(x).sum().backward()
     torch.testing.assert_close(x.grad, 3 * X)
 
 
@@ -816,7 +794,7 @@ def test_a_backward_pass_in_the_thread_of_the_caller(square: Any) -> None:
 @pytest.mark.parametrize("kind", ["as_torch", "micro_vmap", "microbatch"])
 def test_a_call_under_torch_compile(kind: str) -> None:
     call = {
-        "as_torch": _through(torch.sin),
+        "as_torch": through(torch.sin),
         "micro_vmap": mt.micro_vmap(torch.sin, microbatch_size=2),
         "microbatch": mt.microbatch(torch.sin, 0, 2, mt.AccumulationType.CONCAT),
     }[kind]
@@ -833,7 +811,7 @@ def test_a_call_under_torch_compile(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_a_training_step_under_torch_compile() -> None:
     net, reference = _net(), _net()
-    call = _through(net)
+    call = through(net)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, reference)]
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -855,7 +833,7 @@ def test_a_training_step_under_torch_compile() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_compiled_function_inside_of_a_call() -> None:
     inner = torch.compile(lambda t: t.sin() * 2, backend="eager")
-    torch.testing.assert_close(_through(lambda x: inner(x) + 1)(X), X.sin() * 2 + 1)
+    torch.testing.assert_close(through(lambda x: inner(x) + 1)(X), X.sin() * 2 + 1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -867,7 +845,7 @@ def _dynamo_put_back() -> Any:
 def test_checkpoint_inside_of_a_call() -> None:
     net = _net()
     for reentrant in (False, True):
-        call = _through(lambda x, r=reentrant: checkpoint(net, x * 2, use_reentrant=r))
+        call = through(lambda x, r=reentrant: checkpoint(net, x * 2, use_reentrant=r))
         x = X.clone().requires_grad_()
         got = torch.autograd.grad(call(x).sum(), [x, *net.parameters()])
         expected = torch.autograd.grad(net(x * 2).sum(), [x, *net.parameters()])
@@ -877,7 +855,7 @@ def test_checkpoint_inside_of_a_call() -> None:
 def test_distributed_data_parallel_style_hooks_and_accumulation() -> None:
     """Gradients add up over two calls, whatever the hooks replace them by."""
     net = _net()
-    call = _through(net)
+    call = through(net)
     call(X).sum().backward()
     once = [p.grad.clone() for p in net.parameters()]
     call(X).sum().backward()
@@ -897,7 +875,7 @@ def test_gradients_may_be_written_by_the_caller(square: Any) -> None:
     square(other).sum().backward()
     torch.testing.assert_close(other.grad, 2 * X)
     assert torch.equal(x.detach(), X)
-    identity = _through(lambda a: a * 1)
+    identity = through(lambda a: a * 1)
     cotangent = torch.ones(3)
     (g,) = torch.autograd.grad(identity(x), x, cotangent)
     g.mul_(0)
@@ -907,7 +885,7 @@ def test_gradients_may_be_written_by_the_caller(square: Any) -> None:
 def test_dtypes_of_gradients_follow_the_inputs() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
         x = X.to(dtype).requires_grad_()
-        call = _through(lambda a: (a * a).abs().float().sum())
+        call = through(lambda a: (a * a).abs().float().sum())
         call(x).backward()
         plain = X.to(dtype).requires_grad_()
         (plain * plain).abs().float().sum().backward()
@@ -928,12 +906,12 @@ COMPLEX: dict[str, Fun] = {
 }
 
 
-@pytest.mark.parametrize("name", _slow(COMPLEX, "absolute value", "matrix product", "angle", "from real"))
+@pytest.mark.parametrize("name", marked(COMPLEX, slow=("absolute value", "matrix product", "angle", "from real")))
 def test_complex_gradients_of_first_and_second_order(name: str) -> None:
     fun = COMPLEX[name]
     start = torch.randn(3, dtype=torch.complex128)
     results = []
-    for call in (_through(fun), fun):
+    for call in (through(fun), fun):
         torch.manual_seed(3)
         z = start.clone().requires_grad_()
         out = call(z)
@@ -1129,11 +1107,11 @@ def _retains(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", _slow(INSIDE, "derivatives", "own backward by context", "gradient in a fresh leaf", "retain_grad")
+    "name", marked(INSIDE, slow=("derivatives", "own backward by context", "gradient in a fresh leaf", "retain_grad"))
 )
 def test_what_is_done_inside_of_the_function_means_what_it_means_in_torch(name: str) -> None:
     fun = INSIDE[name]
-    call = _through(fun)
+    call = through(fun)
     results = []
     for f in (call, fun):
         with torch.no_grad():
@@ -1159,7 +1137,7 @@ def test_the_grad_mode_inside_is_the_one_outside(name: str) -> None:
         by_mode = (2.0 if torch.is_grad_enabled() else 3.0) * (5.0 if torch.is_inference_mode_enabled() else 1.0)
         return x * by_mode * number
 
-    call = _through(fun)
+    call = through(fun)
     for mode in _MODES.values():
         with mode():
             call(X)
@@ -1211,7 +1189,9 @@ DERIVATIVES: dict[str, Callable[[Fun], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("first", ["inference", pytest.param("no_grad", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", _slow(DERIVATIVES, "hessian_blocks", "jacobian by rows", "torch.func.grad around"))
+@pytest.mark.parametrize(
+    "name", marked(DERIVATIVES, slow=("hessian_blocks", "jacobian by rows", "torch.func.grad around"))
+)
 def test_derivatives_do_not_depend_on_the_grad_mode_around_nor_on_that_of_an_earlier_call(
     name: str, first: str
 ) -> None:
@@ -1227,7 +1207,7 @@ def test_derivatives_do_not_depend_on_the_grad_mode_around_nor_on_that_of_an_ear
 
 
 def test_integer_inputs_and_outputs_beside_floats() -> None:
-    call = _through(lambda i, x: (x[i] * 2, i + 1, x.argsort()))
+    call = through(lambda i, x: (x[i] * 2, i + 1, x.argsort()))
     i, x = torch.tensor([2, 0, 0]), X.clone().requires_grad_()
     out, more, order = call(i, x)
     assert torch.equal(more, i + 1)
@@ -1239,7 +1219,7 @@ def test_integer_inputs_and_outputs_beside_floats() -> None:
 def test_captured_tensors_that_are_no_leaves_pass_gradients_on() -> None:
     base = X.clone().requires_grad_()
     w = base * 2
-    call = _through(lambda x: x * w)
+    call = through(lambda x: x * w)
     for _ in range(2):
         (g,) = torch.autograd.grad(call(Y).sum(), base, retain_graph=True)
         torch.testing.assert_close(g, 2 * Y)
@@ -1250,7 +1230,7 @@ def test_captured_tensors_that_are_no_leaves_pass_gradients_on() -> None:
 def test_a_captured_tensor_under_torch_func_around_the_call() -> None:
     """What torch.func differentiates may reach the function by its closure."""
     expected = func.grad(lambda w: (X * w).sin().sum())(Y)
-    got = func.grad(lambda w: _through(lambda x: (x * w).sin())(X).sum())(Y)
+    got = func.grad(lambda w: through(lambda x: (x * w).sin())(X).sum())(Y)
     torch.testing.assert_close(got, expected)
 
 
@@ -1323,7 +1303,7 @@ _VECTORIZED: dict[str, Fun] = {
 def test_vectorized_derivatives_inside_of_a_call() -> None:
     x = torch.tensor([0.3, 0.7], requires_grad=True)
     run = lambda x: {name: fun(x) for name, fun in _VECTORIZED.items()}
-    got, want = _through(run)(x), run(x)
+    got, want = through(run)(x), run(x)
     torch.testing.assert_close(got, want)
     sums = [sum(t.sum() for name, t in found.items() if "create" in name) for found in (got, want)]
     torch.testing.assert_close(*(torch.autograd.grad(total, x) for total in sums))

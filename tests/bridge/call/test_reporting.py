@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked, printed_by
 from jax.custom_batching import custom_vmap
 from jax.scipy.sparse.linalg import cg
 from torch.utils.checkpoint import checkpoint
@@ -81,7 +79,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 QUICK = ("clipped_backward", "microbatch")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CALLS])
+@pytest.mark.parametrize("name", marked(CALLS, quick=QUICK))
 def test_calls_raise(name: str, programs: list[Any]) -> None:
     w = TABLE.clone().requires_grad_()
     CALLS[name](w, torch.tensor([0, 2, 1, 0]))
@@ -261,11 +259,7 @@ print(*(seen.count(("jax", "compilation_cache", event)) for event in ("cache_hit
 @pytest.mark.slow
 def test_programs_with_labels_are_kept_for_the_next_process(tmp_path: Any) -> None:
     def run() -> tuple[int, int]:
-        done = subprocess.run(
-            [sys.executable, "-c", KEEPING, str(tmp_path)], capture_output=True, text=True, check=False, env=os.environ
-        )
-        assert done.returncode == 0, done.stderr
-        hits, misses = map(int, done.stdout.split())
+        hits, misses = map(int, printed_by(KEEPING, str(tmp_path)).split())
         return hits, misses
 
     _, misses = run()

@@ -9,6 +9,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked
 from torch.autograd.function import once_differentiable
 from torch_cases import assert_same
 
@@ -99,7 +100,7 @@ def _second(call: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*has been compiled:UserWarning")
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EVERY])
+@pytest.mark.parametrize("name", marked(EVERY, quick=QUICK))
 def test_custom_functions(name: str) -> None:
     fun = _fun(name)
     call = as_torch(as_jax(fun))

@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-
-from microtome.bridge import as_jax, as_torch
+from helpers import through
 
 Fun = Callable[..., Any]
-
-
-def _through(fun: Fun) -> Fun:
-    return as_torch(as_jax(fun))
 
 
 _WRITES: tuple[Fun, ...] = (
@@ -64,7 +59,7 @@ def test_a_write_where_autograd_is_off_keeps_the_history_of_what_it_writes_to(st
         y.sum().backward()
         return seen, weight.grad, all(a is b for a, b in zip(cells, state.cells, strict=True))
 
-    torch.testing.assert_close(run(_through), run(lambda f: f))
+    torch.testing.assert_close(run(through), run(lambda f: f))
 
 
 _FREE: dict[str, Fun] = {  # of x, w, m
@@ -94,9 +89,9 @@ def test_what_a_backward_pass_does_not_read_may_be_written_to_before_it(name: st
             expected = run(lambda f: f)
         except RuntimeError:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                run(_through)
+                run(through)
         else:
-            torch.testing.assert_close(run(_through), expected)
+            torch.testing.assert_close(run(through), expected)
 
 
 def test_state_that_no_gradient_reaches_leads_to_no_second_backward_pass() -> None:
@@ -113,12 +108,12 @@ def test_state_that_no_gradient_reaches_leads_to_no_second_backward_pass() -> No
             fun(torch.ones(2) * i)[i % 2].sum().backward()
         return weight.grad, state.h.detach()
 
-    torch.testing.assert_close(run(_through), run(lambda f: f))
+    torch.testing.assert_close(run(through), run(lambda f: f))
 
 
 def test_second_derivatives_of_what_was_written_to_are_refused() -> None:
     w, m = torch.ones(2, requires_grad=True), torch.ones(2)
-    out = _through(lambda x: x * w + m)(torch.ones(2))
+    out = through(lambda x: x * w + m)(torch.ones(2))
     m.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), w, create_graph=True)
@@ -141,8 +136,8 @@ def test_state_that_was_made_in_inference_mode_is_as_torch_has_it(is_read: bool)
         return weight.grad, state.m
 
     if is_read:
-        for transform in (_through, lambda f: f):
+        for transform in (through, lambda f: f):
             with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
                 run(transform)
     else:
-        torch.testing.assert_close(run(_through), run(lambda f: f))
+        torch.testing.assert_close(run(through), run(lambda f: f))

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from helpers import marked
 from torch import nn
 
 from microtome import torch_api as mt
@@ -315,9 +316,7 @@ ALWAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", marked(PROGRAMS, quick=ALWAYS))
 @pytest.mark.filterwarnings("ignore:.* has been compiled 32 times")
 def test_what_a_function_changes_is_changed_in_each_call(name: str) -> None:
     x = torch.tensor([0.5, 0.25])

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers import tensors_in, through
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
@@ -45,10 +46,6 @@ class _Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self._step(self, x)
-
-
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
 
 
 # Each makes a module, and says what to look at after each call.
@@ -474,10 +471,6 @@ def _(net: Any, x: torch.Tensor) -> Any:
     return x * 2
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch_pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _run(name: str, wrap: Callable[[Any], Any]) -> dict[str, Any]:
     """Three calls: results and states, which of them are one, which share memory, and gradients through all of them."""
     torch.manual_seed(1)
@@ -485,7 +478,7 @@ def _run(name: str, wrap: Callable[[Any], Any]) -> dict[str, Any]:
     call, seen = wrap(net), []
     for x in X[:3]:
         seen.append([call(x), look(net)])
-    tensors = _tensors(seen)
+    tensors = tensors_in(seen)
     shown = torch_pytree.tree_map_only(torch.Tensor, lambda t: (t.detach().clone(), t.requires_grad, type(t)), seen)
     pairs = [(i, j) for i in range(len(tensors)) for j in range(i)]
     moving = [t for t in tensors if t.requires_grad]
@@ -507,7 +500,7 @@ def _run(name: str, wrap: Callable[[Any], Any]) -> dict[str, Any]:
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW else []) for n in PROGRAMS], ids=str
 )
 def test_state_ends_as_in_torch(name: str) -> None:
-    expected, got = _run(name, lambda net: net), _run(name, _through)
+    expected, got = _run(name, lambda net: net), _run(name, through)
     for part in expected:
         tolerance = {"atol": 1e-2, "rtol": 1e-2} if "half" in name else {"atol": 1e-5, "rtol": 1e-4}
         one, two = torch_pytree.tree_leaves(got[part]), torch_pytree.tree_leaves(expected[part])
@@ -567,7 +560,7 @@ def test_a_tensor_that_is_kept_in_several_places_is_one(make: Any, calls: int) -
             found.append(([[a is b for a in kept] for b in kept], [t.tolist() for t in kept]))
         return found
 
-    assert state(_through) == state(lambda fun: fun)
+    assert state(through) == state(lambda fun: fun)
 
 
 def _membrane() -> Any:
@@ -682,7 +675,7 @@ def _failure(wrap: Any) -> Any:
     ],
 )
 def test_what_is_done_around_the_calls_means_the_same(program: Any) -> None:
-    torch.testing.assert_close(program(_through), program(lambda fun: fun), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(program(through), program(lambda fun: fun), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["membrane", "lists exchanged", "growing list", "new, then in place"])
@@ -694,7 +687,7 @@ def test_functions_of_one_call_see_what_the_others_left(name: str) -> None:
     for x in X[:2]:
         torch.testing.assert_close(call(x), plain(plain(x) * 2) + 1)
         torch.testing.assert_close(look(net), look(plain))
-        assert all(type(t) is torch.Tensor and t.untyped_storage().nbytes() for t in _tensors(look(net)))
+        assert all(type(t) is torch.Tensor and t.untyped_storage().nbytes() for t in tensors_in(look(net)))
 
 
 @pytest.mark.parametrize("name", ["membrane", "the argument", "pair", "in place", "growing list"])
@@ -704,9 +697,9 @@ def test_a_traced_function_called_from_jax_leaves_tensors(name: str) -> None:
     for x in X[:3]:
         got = call(jnp.asarray(x.numpy()))
         np.testing.assert_allclose(got, plain(x).detach(), rtol=1e-5)
-        torch.testing.assert_close(_tensors(look(net)), [t.detach() for t in _tensors(look(plain))])
+        torch.testing.assert_close(tensors_in(look(net)), [t.detach() for t in tensors_in(look(plain))])
         before = np.array(got)
-        for tensor in _tensors(look(net)):
+        for tensor in tensors_in(look(net)):
             tensor.detach().add_(0)
             assert tensor.data_ptr() != got.unsafe_buffer_pointer()
         np.testing.assert_array_equal(got, before)
@@ -720,7 +713,7 @@ def _chunked(net: Any) -> Any:
 
 
 def _mapped(net: Any) -> Any:
-    return torch.func.vmap(_through(net))(X)
+    return torch.func.vmap(through(net))(X)
 
 
 def _in_a_jit(net: Any) -> Any:
@@ -891,9 +884,9 @@ def test_writes_that_no_call_could_repeat_are_refused_by_name() -> None:
         return x * float(counts[0])
 
     with pytest.raises(TypeError, match="tensors of the trace, without values, to tensors"):
-        _through(collect)(X[0])
+        through(collect)(X[0])
     with pytest.raises(TypeError, match="writes to counts, a NumPy array"):
-        _through(count)(X[0])
+        through(count)(X[0])
     assert not tensors
     assert counts.tolist() == [0, 0]
 
@@ -902,7 +895,7 @@ def test_writes_that_no_call_could_repeat_are_refused_by_name() -> None:
 def test_what_cannot_be_bound_is_refused_by_name(step: Any) -> None:
     net = _Net(step)
     with pytest.raises(TypeError, match=r"assigns .*_Net\.p"):
-        _through(net)(X[0])
+        through(net)(X[0])
     assert not hasattr(net, "p")
 
 
@@ -933,7 +926,7 @@ def _removes(change: Any) -> Any:
 def test_writes_to_containers_among_the_arguments_are_refused(fun: Any) -> None:
     state = {"v": ZERO, "list": [ZERO], "object": _State(ZERO)}
     with pytest.raises(TypeError, match=r"writes to argument 0\['.*container among its arguments"):
-        _through(fun)(state, X[0])
+        through(fun)(state, X[0])
 
 
 @pytest.mark.parametrize(
@@ -955,16 +948,16 @@ def test_removing_entries_of_containers_among_the_arguments_is_refused(change: A
     inner = {"deque": collections.deque([1.0, 2.0])}
     state = {"v": ZERO, "list": [ZERO], "inner": inner, "object": _State(ZERO)}
     with pytest.raises(TypeError, match=r"container among its arguments, which the caller would not see"):
-        _through(_removes(change))(state, X[0])
+        through(_removes(change))(state, X[0])
     with pytest.raises(TypeError, match=r"test_state.py:\d+: the function removes options\['v'\]"):
-        _through(lambda x, *, options: (options.pop("v"), x)[1])(X[0], options=state)
-    torch.testing.assert_close(_through(lambda s, x: dict(s).pop("v") + x)(state, X[0]), X[0])
+        through(lambda x, *, options: (options.pop("v"), x)[1])(X[0], options=state)
+    torch.testing.assert_close(through(lambda s, x: dict(s).pop("v") + x)(state, X[0]), X[0])
     assert list(state) == ["v", "list", "inner", "object"]
 
 
 def test_another_order_of_a_dict_among_the_arguments_is_refused() -> None:
     with pytest.raises(TypeError, match="changes the order of argument 0"):
-        _through(_removes(lambda s: s.move_to_end("a")))(collections.OrderedDict(a=ZERO, b=ZERO), X[0])
+        through(_removes(lambda s: s.move_to_end("a")))(collections.OrderedDict(a=ZERO, b=ZERO), X[0])
 
 
 # Cost
@@ -975,7 +968,7 @@ def test_state_of_a_constant_form_compiles_for_its_first_forms_only(name: str) -
     net, _ = PROGRAMS[name]()
     for i in range(4):
         before = len(autograd_internals._PROGRAMS)
-        _through(net)(X[i])
+        through(net)(X[i])
         assert i < 3 or len(autograd_internals._PROGRAMS) == before
     call = as_jax(net)
     traced = next(c.cell_contents for c in call.__closure__ if hasattr(c.cell_contents, "_made"))
@@ -990,8 +983,8 @@ def test_states_of_earlier_calls_are_freed(name: str) -> None:
     net, look = PROGRAMS[name]()
     seen = []
     for _ in range(8):
-        _through(net)(X[0]).sum().backward()
-        seen += map(weakref.ref, _tensors(look(net)))
+        through(net)(X[0]).sum().backward()
+        seen += map(weakref.ref, tensors_in(look(net)))
         for key, value in list(vars(net).items()):
             vars(net)[key] = torch_pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
     gc.collect()
@@ -1131,7 +1124,7 @@ def _switches(layer: Any, free: torch.Tensor, kept: torch.Tensor) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("wrap", [_through, lambda fun: mt.chunked_vmap(fun, 2)], ids=["whole", "slices"])
+@pytest.mark.parametrize("wrap", [through, lambda fun: mt.chunked_vmap(fun, 2)], ids=["whole", "slices"])
 def test_whether_captured_tensors_require_grad_stays_as_it_was(wrap: Any) -> None:
     layer, free, x = nn.Linear(2, 2), torch.ones(2), torch.ones(2, 2)
     kept = torch.ones(2, requires_grad=True) * 2
@@ -1182,7 +1175,7 @@ def test_writes_to_gradients_are_refused() -> None:
 
     x = torch.ones(2, 2)
     for step in (assigned, cleared, deleted, of_an_argument, added, lambda x: (layer.zero_grad(), layer(x))[1]):
-        for fun in (_through(step), mt.chunked_vmap(step, 2)):
+        for fun in (through(step), mt.chunked_vmap(step, 2)):
             with pytest.raises(TypeError, match=r"test_state.py:\d+: the function (writes to|reads) \.grad of a"):
                 fun(x)
     assert layer.weight.grad is None

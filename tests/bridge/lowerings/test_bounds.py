@@ -9,6 +9,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked
 from torch_cases import assert_same
 
 from microtome import torch_api as mt
@@ -64,7 +65,7 @@ WRAPPING_WRITES: dict[str, Callable[[Any, Any], Any]] = {
 EVERY = READS | WRAPS | WRITES | WRAPPING_WRITES
 OUTSIDE = {name: (3, 7, -9) if name in WRAPS | WRAPPING_WRITES else (3, 7, -1, -9) for name in EVERY}
 QUICK = ("embedding", "cross_entropy")
-NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EVERY]
+NAMES = marked(EVERY, quick=QUICK)
 
 
 @pytest.mark.filterwarnings("ignore:.*has been compiled:UserWarning", "ignore:index_reduce:UserWarning")
@@ -85,7 +86,7 @@ def test_gradients_of_examples(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
-@pytest.mark.parametrize("name", [n if n == "index_fill" else pytest.param(n, marks=pytest.mark.slow) for n in EVERY])
+@pytest.mark.parametrize("name", marked(EVERY, quick=("index_fill",)))
 def test_values_and_gradients_of_calls(name: str) -> None:
     call = as_torch(as_jax(EVERY[name]))
     inside = (0, 2) if OUTSIDE[name][2] == -1 else (0, 2, -1)

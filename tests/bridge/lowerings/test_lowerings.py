@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked
+from torch_cases import data
 
 from microtome.bridge import as_jax, as_torch, to_jax
 from microtome.bridge.base.versions import enable_x64
@@ -20,9 +23,7 @@ from microtome.bridge.base.versions import enable_x64
 Fun = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce:UserWarning", "ignore:.*has been compiled:UserWarning")
 
-
-def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+_randn = functools.partial(data, dtype=torch.float64)
 
 
 def _check(fun: Fun, *tensors: torch.Tensor, tolerance: float = 1e-9) -> None:
@@ -166,9 +167,7 @@ LOWERINGS: dict[str, tuple[Fun, tuple[torch.Tensor, ...]]] = {
 _SLOW_LOWERINGS = ("grid_sample", "ctc", "cov", "pdist")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n.startswith(_SLOW_LOWERINGS) else n for n in LOWERINGS]
-)
+@pytest.mark.parametrize("name", marked(LOWERINGS, slow=[n for n in LOWERINGS if n.startswith(_SLOW_LOWERINGS)]))
 def test_values_and_gradients(name: str) -> None:
     _check(LOWERINGS[name][0], *LOWERINGS[name][1])
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+from torch_cases import data
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
@@ -24,10 +25,6 @@ nan, inf = math.nan, math.inf
 t = torch.tensor
 
 
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)
 COUNTS = t([0, 1, 2, 3, 5])
 REDUCTIONS = ("sum", "prod", "mean", "amax", "amin")
@@ -36,13 +33,13 @@ MISSING = t([[1.0, nan, 3.0, 2.0], [2.0, 5.0, 1.0, 3.0], [nan, 4.0, nan, nan]])
 PARTS = (-2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0)
 CUTS = torch.complex(*(t(list(p)) for p in zip(*itertools.product(PARTS, (0.0, -0.0, 2.0)), strict=True)))
 FACTOR = torch.linalg.cholesky(
-    (lambda a: a @ a.mH + torch.eye(3))(_randn(2, 3, 3, dtype=torch.complex64)), upper=True
+    (lambda a: a @ a.mH + torch.eye(3))(data(2, 3, 3, dtype=torch.complex64)), upper=True
 )  # of a batch, complex and upper
 DEGENERATE = torch.stack([torch.diag(t(d)) for d in ([1.0, 1, 1], [1.0, -1, 1], [0.0, 0, 0], [1.0, 1, 0])])
-BAGS, ROWS = t([0, 4, 1, 0]), _randn(5, 2)
+BAGS, ROWS = t([0, 4, 1, 0]), data(5, 2)
 HUGE = t([1e8, 5.0, 1e5, -7.3, -2.5, 1.0, inf, 1.0]), t([0.3, 0.1, 6.2831855, 0.7, inf, -inf, 2.0, nan])
 NOTHING = torch.full((2, 2), nan)
-A, B = _randn(2, 3), _randn(3, 2, seed=1)
+A, B = data(2, 3), data(3, 2, seed=1)
 
 QUICK: Table = {
     "fmod": (torch.fmod, HUGE),
@@ -90,7 +87,7 @@ QUICK: Table = {
         for name, dtype in itertools.product(REDUCTIONS, (torch.int32, torch.bool))
         if (name, dtype) != ("mean", torch.bool)
     },
-    "cholesky_solve": (lambda b, u: torch.cholesky_solve(b, u, upper=True), (_randn(3, 2).cfloat(), FACTOR)),
+    "cholesky_solve": (lambda b, u: torch.cholesky_solve(b, u, upper=True), (data(3, 2).cfloat(), FACTOR)),
     "cholesky_inverse": (lambda u: torch.cholesky_inverse(u, upper=True), (FACTOR,)),
     "cholesky_ex": (lambda a: torch.linalg.cholesky_ex(a.detach()).info, (DEGENERATE,)),
     "inv_ex": (lambda a: torch.linalg.inv_ex(a.detach()).info, (DEGENERATE,)),

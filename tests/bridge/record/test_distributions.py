@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
+from helpers import through
 from torch import distributions as D
 
 from microtome import torch_api as mt
-from microtome.bridge import as_jax, as_torch
 
 t = torch.tensor
 Case = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor]  # right, and wrong
@@ -42,15 +41,11 @@ def _checks_are_on() -> Iterator[None]:
     D.Distribution.set_default_validate_args(before)
 
 
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
-
-
 def test_right_parameters_and_values_give_what_eager_torch_gives() -> None:
     given = {name: right.clone().requires_grad_() for name, (_, right, _) in CASES.items()}
     everything = lambda given: {name: fun(given[name]) for name, (fun, _, _) in CASES.items()}
     found = []
-    for values in (_through(everything)(given), everything(given)):
+    for values in (through(everything)(given), everything(given)):
         total = sum(v.sum() for v in values.values())
         found.append((values, torch.autograd.grad(total, list(given.values()), allow_unused=True)))
     torch.testing.assert_close(*found)
@@ -59,7 +54,7 @@ def test_right_parameters_and_values_give_what_eager_torch_gives() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_eager_torch_refuses_is_refused_at_each_call(name: str) -> None:
     fun, right, wrong = CASES[name]
-    call = _through(fun)
+    call = through(fun)
     with pytest.raises(ValueError, match=r"to satisfy the constraint|within the support|to be positive|invalid values"):
         fun(wrong)
     call(right)
@@ -78,8 +73,8 @@ def test_one_wrong_example_is_found() -> None:
 
 
 def test_checks_that_are_switched_off_stay_off() -> None:
-    call = _through(lambda s: D.Normal(0.0, s).log_prob(ONES))
-    assert _through(lambda s: D.Normal(0.0, s, validate_args=False).log_prob(ONES))(t(-1.0)).isnan().all()
+    call = through(lambda s: D.Normal(0.0, s).log_prob(ONES))
+    assert through(lambda s: D.Normal(0.0, s, validate_args=False).log_prob(ONES))(t(-1.0)).isnan().all()
     with pytest.raises(ValueError, match="outside of what a distribution takes"):
         call(t(-1.0))
     D.Distribution.set_default_validate_args(False)
@@ -94,4 +89,4 @@ def test_a_mask_of_one_number_chooses_what_is_written() -> None:
         return x
 
     for x in (t(0.5), t(-0.5), ONES, -ONES, t([3]), t([-3])):
-        torch.testing.assert_close(_through(changed)(x), changed(x))
+        torch.testing.assert_close(through(changed)(x), changed(x))

@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import through
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
-
-from microtome import torch_api as mt
-
-
-def _through(fun: Any) -> Any:
-    return mt.as_torch(mt.as_jax(fun))
 
 
 def _slow(*values: Any) -> Any:
@@ -42,7 +37,7 @@ def test_recurrent_layers(cls: Any, options: dict[str, Any]) -> None:
             results += [*pad_packed_sequence(out, first, padding_value=-1.0, total_length=6), state]
         return results, pack_sequence([x[0], x[1, :2]]).data
 
-    got, want = _through(run)(x), run(x)
+    got, want = through(run)(x), run(x)
     losses = []
     for results in (got, want):
         leaves = torch.utils._pytree.tree_leaves(results)
@@ -57,7 +52,7 @@ def test_bad_lengths() -> None:
     cases = (([2, 3], "decreasing order"), ([6, 1], "between 1 and 5"), ([0, 0], "between 1"), ([3], "len"))
     for lengths, message in cases:
         with pytest.raises(RuntimeError, match=message):
-            _through(lambda x, n=lengths: pack_padded_sequence(x, n).data)(x)
+            through(lambda x, n=lengths: pack_padded_sequence(x, n).data)(x)
     captured = torch.tensor([3, 2])
     with pytest.raises(TypeError, match=r"test_packing.py:\d+: the lengths of a packed sequence.*Python list"):
-        _through(lambda x: pack_padded_sequence(x, captured).data)(x)
+        through(lambda x: pack_padded_sequence(x, captured).data)(x)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from helpers import through
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_cases import assert_same
@@ -28,10 +29,6 @@ from microtome.bridge.record.recorder import Recorder
 
 X, Y = torch.tensor([0.5, 1.0]), torch.tensor([2.0, -1.5])
 WHOLE, OTHER = torch.tensor([7, -5]), torch.tensor([2, 3])
-
-
-def _through(fun: Callable[..., Any]) -> Callable[..., Any]:
-    return as_torch(as_jax(fun))
 
 
 def test_inputs_of_a_recording_have_no_memory() -> None:
@@ -58,7 +55,7 @@ INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("seed", range(3))
 def test_integers_are_divided_in_every_trace(seed: int) -> None:
     # Memory that nobody wrote is often zero: a trace that divides by it raises now and then.
-    call = _through(lambda a, b: {k: f(a, b) for k, f in INTEGERS.items()})
+    call = through(lambda a, b: {k: f(a, b) for k, f in INTEGERS.items()})
     size = 3 + seed
     a, b = torch.arange(-2, size - 2), torch.arange(1, size + 1)
     assert_same(call(a, b), {k: f(a, b) for k, f in INTEGERS.items()})
@@ -72,7 +69,7 @@ def test_linearize_inside() -> None:
         out, push = linearize(lambda a, b: {"product": a * b, "sine": (a.sin(), b)}, x, y)
         return out, push(y, x), push(x, x), linearize(torch.sin, Y)[1](x)
 
-    assert_same(_through(fun)(X, Y), fun(X, Y))
+    assert_same(through(fun)(X, Y), fun(X, Y))
     rows = torch.stack([X, Y])
     mapped = jax.vmap(as_jax(lambda x: linearize(torch.sin, x)[1](x)))
     assert_same(as_torch(mapped)(rows), rows.cos() * rows)
@@ -87,7 +84,7 @@ def test_compiled_functions_run_as_they_were_written() -> None:
     compiled = torch.compile(lambda t: t.sin() * 2, backend="aot_eager")
     module = torch.compile(_LINEAR, backend="aot_eager")
     fun = lambda x: compiled(x) + module(x)
-    call = _through(fun)
+    call = through(fun)
     assert_same(call(X), X.sin() * 2 + _LINEAR(X))
     with torch.no_grad():
         _LINEAR.weight.mul_(2)
@@ -108,7 +105,7 @@ def test_copies_and_constants() -> None:
         return again, x * constants, torch.equal(table, table), hash(x) == hash(x), len([x, x]), torch.tensor(x)
 
     with pytest.warns(UserWarning, match="To copy construct"):
-        assert_same(_through(fun)(X), fun(X))
+        assert_same(through(fun)(X), fun(X))
 
 
 @torch.library.custom_op("microtome_tests::sine", mutates_args=())
@@ -180,7 +177,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_asks_for_memory_is_refused_by_name(kind: str) -> None:
     with pytest.raises(TraceError, match=rf"{__name__.split('.')[-1]}.py:\d+: "):
-        _through(REFUSED[kind])(X)
+        through(REFUSED[kind])(X)
 
 
 def test_a_refusal_comes_through_torchscript() -> None:
@@ -191,5 +188,5 @@ def test_a_refusal_comes_through_torchscript() -> None:
         return x
 
     with pytest.raises(TraceError, match=r"a Python number or bool was asked"):
-        _through(scripted_call := lambda x: scripted(x))(X)
+        through(scripted_call := lambda x: scripted(x))(X)
     assert scripted_call(X) is not None

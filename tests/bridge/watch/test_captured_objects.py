@@ -21,18 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import through
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from microtome import torch_api as mt
-from microtome.bridge import as_jax, as_torch
 
 Fun = Callable[..., Any]
 X = torch.tensor([1.0, 2.0])
-
-
-def _through(fun: Fun) -> Fun:
-    return as_torch(as_jax(fun))
 
 
 _MOVED: dict[str, tuple[Fun, Fun]] = {  # what makes an object, and what a function does with it
@@ -55,9 +51,9 @@ def test_a_lock_that_a_function_leaves_other_than_it_found_it_is_refused_by_name
         return x * 2 if do(mine) else x
 
     with pytest.raises(TypeError, match=r"the function leaves mine \(\w+\) other than it found it"):
-        _through(fun)(X)
+        through(fun)(X)
     with pytest.raises(TypeError, match=r"the function leaves mine \(\w+\) other than it found it"):
-        _through(fun)(X)  # it was put back
+        through(fun)(X)  # it was put back
 
 
 @pytest.mark.parametrize("name", ["set", "clear"])
@@ -74,9 +70,9 @@ def test_a_function_that_sets_or_clears_an_event_is_refused_by_name(name: str) -
 
     for _ in range(2):
         with pytest.raises(TypeError, match=r"the function sets or clears a threading.Event"):
-            _through(fun)(X)
+            through(fun)(X)
     (mine.set if name == "set" else mine.clear)()
-    assert torch.equal(_through(fun)(X), X * 3)
+    assert torch.equal(through(fun)(X), X * 3)
 
 
 def test_what_locks_say_is_never_stale_and_a_function_may_hold_them() -> None:
@@ -87,7 +83,7 @@ def test_what_locks_say_is_never_stale_and_a_function_may_hold_them() -> None:
         with inner, outer, semaphore if semaphore._value else inner:  # type: ignore[attr-defined]
             return x * (1 + lock.locked() + 2 * barrier.broken + 4 * event.is_set() + 8 * semaphore._value)  # type: ignore[attr-defined]
 
-    made = _through(fun)
+    made = through(fun)
     for change in (lambda: None, lock.acquire, barrier.abort, event.set, semaphore.release, lock.release):
         change()
         assert torch.equal(made(X), fun(X))
@@ -113,7 +109,7 @@ def test_a_zero_with_another_sign_is_another_number(number: int) -> None:
         z = complex(z["k"] if isinstance(z, dict) else z[0] if isinstance(z, tuple) else z)
         return torch.atan2(torch.tensor([z.imag, z.real]), -x)
 
-    made = _through(fun)
+    made = through(fun)
     for k in _ZEROS[number]:
         held.k = k
         torch.testing.assert_close(made(X), fun(X), equal_nan=True)
@@ -127,28 +123,28 @@ def test_a_zero_with_another_sign_is_another_number(number: int) -> None:
 
 def test_parametrizations_that_are_cached_around_a_call_are_refused_by_name_and_inside_they_are_eagers() -> None:
     layer = parametrizations.weight_norm(nn.Linear(2, 2))
-    made = _through(lambda x: layer(layer(x)))
+    made = through(lambda x: layer(layer(x)))
     with parametrize.cached():
         with pytest.raises(TypeError, match=r"parametrize.cached\(\) is open around the call"):
             made(X)
-        assert torch.equal(_through(lambda x: x * 2)(X), X * 2)  # of which there are none
+        assert torch.equal(through(lambda x: x * 2)(X), X * 2)  # of which there are none
 
     def inside(x: torch.Tensor) -> torch.Tensor:
         with parametrize.cached():
             return layer(layer(x))
 
-    torch.testing.assert_close(_through(inside)(X), inside(X))
+    torch.testing.assert_close(through(inside)(X), inside(X))
     torch.testing.assert_close(made(X), inside(X))
     assert not parametrize._cache  # type: ignore[attr-defined]
 
 
 def test_a_lazy_module_that_has_not_run_is_refused_by_name() -> None:
     model = nn.Sequential(nn.LazyLinear(2))
-    for call in (_through(model), mt.chunked_vmap(model, chunk_size=2)):
+    for call in (through(model), mt.chunked_vmap(model, chunk_size=2)):
         with pytest.raises(TypeError, match=r"weight is a parameter of a lazy module.*call the module once"):
             call(torch.ones(2, 2))
     model(torch.ones(2, 2))
-    torch.testing.assert_close(_through(model)(torch.ones(2, 2)), model(torch.ones(2, 2)))
+    torch.testing.assert_close(through(model)(torch.ones(2, 2)), model(torch.ones(2, 2)))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -157,9 +153,9 @@ def test_a_script_module_that_is_captured_runs_or_is_refused_by_name() -> None:
     scripts: list[Any] = [torch.jit.script(inner), torch.jit.trace(inner, X)]
     for script in (*scripts, nn.Sequential(nn.Tanh(), scripts[0])):
         with pytest.raises(TypeError, match=r"is a \w+Module, which runs TorchScript's own code"):
-            _through(lambda x, script=script: script(x) * 2)(X)
+            through(lambda x, script=script: script(x) * 2)(X)
     bare: Any = torch.jit.script(nn.Tanh())
-    torch.testing.assert_close(_through(lambda x: bare(x) * 2)(X), torch.tanh(X) * 2)
+    torch.testing.assert_close(through(lambda x: bare(x) * 2)(X), torch.tanh(X) * 2)
 
 
 def test_inference_mode_inside_a_function_switches_autograd_off() -> None:
@@ -176,7 +172,7 @@ def test_inference_mode_inside_a_function_switches_autograd_off() -> None:
                 asked = torch.tensor([float(torch.is_grad_enabled()), float(torch.is_inference_mode_enabled())])
         return inner, decorated(x), asked, layer(x) * (1.0 + torch.is_inference_mode_enabled())
 
-    made = _through(fun)
+    made = through(fun)
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with context():
             actual, expected = made(X), fun(X)
@@ -218,7 +214,7 @@ def test_a_recording_within_another_knows_its_own_inference_mode() -> None:
             asked = 1.0 + torch.is_inference_mode_enabled()
         return within, inner(x) + torch.is_inference_mode_enabled(), x * asked
 
-    torch.testing.assert_close(_through(fun)(X), (X * 2, X * 2, X * 2))
+    torch.testing.assert_close(through(fun)(X), (X * 2, X * 2, X * 2))
 
 
 # Objects and tensors that say themselves what an op is of them
@@ -309,16 +305,16 @@ def _of_a_parameter(wrap: Fun) -> Any:
     "case", [_of_what_it_reads, _of_another_one, _of_what_it_writes, _of_its_gradient, _of_a_parameter]
 )
 def test_what_has_a_torch_function_of_its_own_is_asked(case: Fun) -> None:
-    torch.testing.assert_close(case(_through), case(lambda fun: fun))
+    torch.testing.assert_close(case(through), case(lambda fun: fun))
 
 
 def test_tensors_with_a_torch_function_of_their_own_are_refused_where_a_trace_cannot_have_them() -> None:
     with pytest.raises(TypeError, match="an argument is a _Tripled, a tensor with a __torch_function__ of its own"):
-        _through(lambda x: x * 2)(X.as_subclass(_Tripled))
+        through(lambda x: x * 2)(X.as_subclass(_Tripled))
     captured = X.as_subclass(_Tripled)
     for fun in (lambda x: torch.mul(x, captured), lambda x: torch.mul(x.as_subclass(_Tripled), x)):
         with pytest.raises(TypeError, match=r"is made one of a subclass of torch.Tensor"):
-            _through(fun)(X)
+            through(fun)(X)
 
 
 # What tells itself from another only when it is looked at closely
@@ -351,10 +347,10 @@ def test_a_configuration_that_is_no_module_is_read_at_each_call(load: Fun, tmp_p
     Config, Below = namespace["Config"], namespace["Below"]
     one = Config()
     calls = [
-        _through(lambda x: x * Config.scale),
-        _through(lambda x: x * len(Config.sizes)),
-        _through(lambda x: x * Config.Inner.rate),
-        _through(lambda x: x * one.scale * Below.scale),
+        through(lambda x: x * Config.scale),
+        through(lambda x: x * len(Config.sizes)),
+        through(lambda x: x * Config.Inner.rate),
+        through(lambda x: x * one.scale * Below.scale),
     ]
     for call in calls:
         call(X)
@@ -381,7 +377,7 @@ def test_values_that_are_equal_and_differ_are_two() -> None:
         "key": (lambda: len(str(next(iter(held.value)))), [{1: 0}, {True: 0}, {1.0: 0}]),
     }
     for number, values in read.values():
-        call, argument = _through(lambda x, n=number: x * n()), _through(lambda x, v, n=number: x * _with(held, v, n))
+        call, argument = through(lambda x, n=number: x * n()), through(lambda x, v, n=number: x * _with(held, v, n))
         for value in values:
             held.value = value
             expected = X * number()
@@ -410,7 +406,7 @@ def test_what_code_asks_of_functions_references_and_the_process_is_never_stale(m
     }
     try:
         for number, change in calls.values():
-            call = _through(lambda x, n=number: x * n())
+            call = through(lambda x, n=number: x * n())
             torch.testing.assert_close(call(X), X * number())
             change()
             torch.testing.assert_close(call(X), X * number())
@@ -436,4 +432,4 @@ _LOG = logging.getLogger(__name__)
 def test_an_iterator_written_in_c_is_refused_by_name(make: Fun) -> None:
     mine = make()
     with pytest.raises(TypeError, match="mine is an iterator"):
-        _through(lambda x: x * len(str(next(mine))))(X)
+        through(lambda x: x * len(str(next(mine))))(X)

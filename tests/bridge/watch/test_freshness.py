@@ -32,17 +32,17 @@ import types
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 import torch
+from helpers import having, marked, through
 from torch import nn
 from torch.nn.utils import prune
 
-from microtome.bridge import as_jax, as_torch
 from microtome.bridge.call import as_torch as calling_internals
 from microtome.bridge.call import autograd as autograd_internals
 
@@ -69,24 +69,8 @@ def scenario(name: str, *, may_refuse: bool = False) -> Callable[[Callable[[], S
     return add
 
 
-def _params(known: dict[str, str], names: Iterable[str], slow: Iterable[str] = ()) -> list[Any]:
-    names = list(names)
-    marks = dict.fromkeys(slow, pytest.mark.slow)
-    marks |= {name: pytest.mark.xfail(reason=why) for name, why in known.items()}
-    assert marks.keys() <= set(names), marks.keys() - set(names)
-    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*has been compiled:UserWarning")  # all through the same harness
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
+# all through the same harness
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.filterwarnings("ignore:.*has been compiled:UserWarning")]
 
 
 def _x() -> torch.Tensor:
@@ -902,12 +886,12 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Callable[
     "dataclass with slots": (SlottedConfig, lambda t, x: x * t.scale, lambda t: setattr(t, "scale", 5.0)),
     "named tuple": (lambda: Row(2.0, [2.0]), lambda t, x: x * t.items[0], lambda t: t.items.insert(0, 5.0)),
     "attribute of a tuple of the user's": (
-        lambda: _with(TupleOfMine((1.0,)), scale=2.0),
+        lambda: having(TupleOfMine((1.0,)), scale=2.0),
         lambda t, x: x * t.scale,
         lambda t: setattr(t, "scale", 5.0),
     ),
     "attribute of a float of the user's": (
-        lambda: _with(FloatOfMine(2.0), extra=2.0),
+        lambda: having(FloatOfMine(2.0), extra=2.0),
         lambda t, x: x * t.extra,
         lambda t: setattr(t, "extra", 5.0),
     ),
@@ -920,7 +904,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Callable[
     ),
     "constructor reads a global": (lambda: _Reads, lambda t, x: x * t().scale, lambda t: _set_global("NUMBER", 5.0)),
     "attribute of an enumeration member": (
-        lambda: _with(Kind.ONE, weight=2.0),
+        lambda: having(Kind.ONE, weight=2.0),
         lambda t, x: x * t.weight,
         lambda t: setattr(t, "weight", 5.0),
     ),
@@ -940,12 +924,6 @@ class _Reads:
 def _entered(t: Any, x: torch.Tensor) -> torch.Tensor:
     with t as number:
         return x * number
-
-
-def _with(thing: Any, **attributes: Any) -> Any:
-    for name, value in attributes.items():
-        setattr(thing, name, value)
-    return thing
 
 
 @pytest.fixture(autouse=True)
@@ -1219,7 +1197,7 @@ def _outcome(fun: Any, change: Callable[[], object], settles: bool = False) -> t
 
     ``settles``: the first call changes what the second one reads, so that it is the third one that traces nothing.
     """
-    x, call, ran = _x(), _through(fun), []
+    x, call, ran = _x(), through(fun), []
     try:
         for _ in range(2 if settles else 1):
             _equal(call(x), fun(x))
@@ -1231,7 +1209,7 @@ def _outcome(fun: Any, change: Callable[[], object], settles: bool = False) -> t
         for _ in range(2 if settles else 1):
             _equal(call(x), after)
         ran.append(bodies_run(call, x))
-        _equal(_through(fun)(x), after)
+        _equal(through(fun)(x), after)
     except (AssertionError, TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         return error, ran
     return None, ran
@@ -1264,7 +1242,7 @@ _SLOW = (  # close to another one that runs always
 )
 
 
-@pytest.mark.parametrize("name", _params({}, SCENARIOS, _SLOW))
+@pytest.mark.parametrize("name", marked(SCENARIOS, slow=_SLOW))
 def test_what_a_function_reads_is_never_stale_and_a_second_call_runs_none_of_its_code(name: str) -> None:
     error, ran = _outcome(*SCENARIOS[name](), settles=name in SETTLING)
     if error is None:
@@ -1633,7 +1611,7 @@ def test_an_iterator_is_refused_by_name_and_not_moved(make: Any, kind: str, monk
         "global": lambda x: x * len(str(next(STREAM))),  # type: ignore[name-defined]  # noqa: F821
     }[kind]
     with pytest.raises(TypeError, match=r"(?i)stream.* is an iterator"):
-        _through(fun)(_x())
+        through(fun)(_x())
     assert next(stream) == next(make())
 
 
@@ -1715,7 +1693,7 @@ def _copied(value: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
 
 
-@pytest.mark.parametrize("name", _params({}, STATES))
+@pytest.mark.parametrize("name", marked(STATES))
 def test_state_that_a_function_changes_ends_as_in_torch_or_is_refused_by_name(name: str) -> None:
     xs, eager = [_x() + i for i in range(3)], []
     fun, read, _ = STATES[name]()
@@ -1724,7 +1702,7 @@ def test_state_that_a_function_changes_ends_as_in_torch_or_is_refused_by_name(na
         eager.append((fun(x).detach(), _copied(read())))
     _CountsOnTheClass.total = 0
     fun, read, word = STATES[name]()
-    call, ended = _through(fun), start
+    call, ended = through(fun), start
     for x, (expected, after) in zip(xs, eager, strict=True):
         try:
             got = call(x)
@@ -1752,7 +1730,7 @@ CLOCKS: dict[str, Callable[[], float]] = {
 @pytest.mark.parametrize("name", CLOCKS)
 def test_clocks_and_the_randomness_of_the_system_are_refused_or_read_at_each_call(name: str) -> None:
     read = CLOCKS[name]
-    call = _through(lambda x: x * read())
+    call = through(lambda x: x * read())
     with contextlib.suppress(TypeError):
         assert len({call(_x())[0].item() for _ in range(4)}) > 1
 
@@ -1860,7 +1838,7 @@ def test_arguments_that_are_no_tensors_are_never_stale(name: str) -> None:
     def both(x: torch.Tensor, thing: Any) -> torch.Tensor:
         return fun(x, thing)
 
-    call: Any = _through(both)
+    call: Any = through(both)
     x, thing = _x(), make()
     before = fun(x, thing).detach()
     try:
@@ -1951,13 +1929,13 @@ _SLOW_LIVES = (  # containers of a kind with others
 )
 
 
-@pytest.mark.parametrize("name", _params(_LIVES_LEAK, _lives(), _SLOW_LIVES))
+@pytest.mark.parametrize("name", marked(_lives(), _LIVES_LEAK, slow=_SLOW_LIVES))
 def test_no_cache_keeps_a_captured_tensor_alive(name: str) -> None:
     def scope() -> list[Any]:
         w = torch.ones(3)
         refs = [weakref.ref(w)]
         fun = _lives()[name](w)
-        call = _through(fun)
+        call = through(fun)
         with contextlib.suppress(TypeError):
             out = call(_x())
             if out.requires_grad:
@@ -1975,10 +1953,10 @@ OPAQUE = {
     "namespace": lambda w: argparse.Namespace(scale=w),
     "dataclass": lambda w: Config(w),
     "object in a dict": lambda w: {"k": _Plain(w)},
-    "module": lambda w: _with(nn.Module(), scale=w),
+    "module": lambda w: having(nn.Module(), scale=w),
     "unhashable": lambda w: types.SimpleNamespace(scale=w),
-    "lambda": lambda w: _with(lambda: None, scale=w),
-    "user dict": lambda w: _with(collections.UserDict(), scale=w),
+    "lambda": lambda w: having(lambda: None, scale=w),
+    "user dict": lambda w: having(collections.UserDict(), scale=w),
 }
 
 
@@ -1988,7 +1966,7 @@ def test_no_cache_keeps_an_argument_alive(name: str) -> None:
         w = torch.ones(3)
         ref, thing = weakref.ref(w), OPAQUE[name](w)
         with contextlib.suppress(TypeError, ValueError):
-            _through(lambda x, thing: x * (thing["k"] if isinstance(thing, dict) else thing).scale)(_x(), thing)
+            through(lambda x, thing: x * (thing["k"] if isinstance(thing, dict) else thing).scale)(_x(), thing)
         return ref
 
     ref = scope()
@@ -2016,7 +1994,7 @@ def test_a_failed_trace_keeps_nothing_alive(name: str) -> None:
     def scope() -> Any:
         w, x = torch.ones(3), _x()
         with pytest.raises((TypeError, LookupError)):
-            _through(lambda x: FAILURES[name](x, w))(x)
+            through(lambda x: FAILURES[name](x, w))(x)
         return [weakref.ref(w), weakref.ref(x)]
 
     refs = scope()
@@ -2036,7 +2014,7 @@ def _small_caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     caches = _small_caches(monkeypatch)
-    call = _through(lambda x, n: x * n)
+    call = through(lambda x, n: x * n)
     for n in [*range(7), 0, 6]:
         assert torch.equal(call(_x(), n), _x() * n)
     assert [len(c) for c in caches] == [4, 4]
@@ -2050,7 +2028,7 @@ def test_functions_that_are_gone_leave_no_compiled_program_behind(monkeypatch: p
     for n in range(14):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _through(eval(f"lambda x: x * {n}"))(_x())
+            through(eval(f"lambda x: x * {n}"))(_x())
         if n in (6, 13):
             gc.collect()
             counts.append(len(client.live_executables()))
@@ -2062,7 +2040,7 @@ def test_functions_that_are_gone_leave_no_compiled_program_behind(monkeypatch: p
 
 def test_requires_grad_is_read_at_each_call() -> None:
     m, x = nn.Linear(3, 3), _x()
-    call = _through(m)
+    call = through(m)
     for flags in [(True, True), (False, True), (True, False), (False, False), (True, True)]:
         m.weight.requires_grad_(flags[0])
         m.bias.requires_grad_(flags[1])
@@ -2079,7 +2057,7 @@ def test_requires_grad_is_read_at_each_call() -> None:
 
 def test_train_and_eval_of_any_part_are_read_at_each_call() -> None:
     m, x = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)), _Loud()), torch.ones(64)
-    call = _through(m)
+    call = through(m)
     for train in (True, False, True):
         m.train(train)
         assert torch.equal(call(x), call(x)) != train
@@ -2093,7 +2071,7 @@ def test_train_and_eval_of_any_part_are_read_at_each_call() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_read_at_each_call(dtype: torch.dtype) -> None:
     m, x = nn.Linear(4, 4), torch.randn(2, 4)
-    call = _through(lambda x: (m(x), x * 2, m(x).sum()))
+    call = through(lambda x: (m(x), x * 2, m(x).sum()))
     for enabled, cached in ((False, True), (True, True), (True, False), (False, True)):
         with torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=cached):
             got, expected = call(x), (m(x), x * 2, m(x).sum())
@@ -2112,7 +2090,7 @@ def test_autocast_inside_and_switched_off_inside() -> None:
                 full = m(x)
         return half, full, m(x)
 
-    call = _through(fun)
+    call = through(fun)
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             assert [o.dtype for o in call(x)] == [o.dtype for o in fun(x)]
@@ -2120,7 +2098,7 @@ def test_autocast_inside_and_switched_off_inside() -> None:
 
 def test_grad_mode_tells_two_calls_apart() -> None:
     w = torch.ones(3, requires_grad=True)
-    call, x = _through(lambda x: x * w), _x()
+    call, x = through(lambda x: x * w), _x()
     for enabled in (True, False, True):
         with torch.set_grad_enabled(enabled):
             assert call(x).requires_grad is enabled

@@ -48,6 +48,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import having, marked, through
 from torch import nn
 
 from microtome import torch_api as mt
@@ -58,10 +59,6 @@ Fun = Callable[..., torch.Tensor]
 Change = Callable[[], object]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has been compiled:UserWarning")  # all through the same harness
-
-
-def _through(fun: Any) -> Any:
-    return as_torch(as_jax(fun))
 
 
 def _x() -> torch.Tensor:
@@ -401,13 +398,13 @@ BY_NAME: dict[str, Callable[[], tuple[Fun, list[Change]]]] = {
         lambda t: _sets(t, "a"),
     ),
     "attribute of a function": _about(
-        lambda: _with(lambda x: x, aa=2.0), lambda f: getattr(f, _put("a", "a")), lambda f: _sets(f, "aa")
+        lambda: having(lambda x: x, aa=2.0), lambda f: getattr(f, _put("a", "a")), lambda f: _sets(f, "aa")
     ),
     "attribute of a tensor": _about(
-        lambda: _with(torch.ones(2), aa=2.0), lambda w: getattr(w, _put("a", "a")), lambda w: _sets(w, "aa")
+        lambda: having(torch.ones(2), aa=2.0), lambda w: getattr(w, _put("a", "a")), lambda w: _sets(w, "aa")
     ),
     "attribute of an enumeration member": _about(
-        lambda: _with(Kind.ONE, weight=2.0),
+        lambda: having(Kind.ONE, weight=2.0),
         lambda k: getattr(Kind[_put("O", "NE")], _put("wei", "ght")),
         lambda k: _sets(k, "weight"),
     ),
@@ -435,17 +432,11 @@ BY_NAME: dict[str, Callable[[], tuple[Fun, list[Change]]]] = {
     "module": lambda: (net := Net().requires_grad_(False), [*_sets(Net, "k0", 5.0), *_sets(net.thing, "s0", 7.0)]),
     "method of a module": lambda: (Net(), _numbers()),
     "submodule": _about(
-        lambda: nn.Sequential(_with(nn.Identity(), aa=2.0)),
+        lambda: nn.Sequential(having(nn.Identity(), aa=2.0)),
         lambda m: m.get_submodule(_put("", "0")).aa,
         lambda m: _sets(m[0], "aa"),
     ),
 }
-
-
-def _with(thing: Any, **attributes: Any) -> Any:
-    for name, value in attributes.items():
-        setattr(thing, name, value)
-    return thing
 
 
 def _with_slow(thing: Thing) -> Thing:
@@ -501,7 +492,9 @@ HELD: dict[str, Callable[[], tuple[Fun, list[Change]]]] = {
         lambda: (d := {"a": 2.0}, functools.partial(d.get, "a")), lambda p: p[1](), lambda p: _items(p[0], "a")
     ),
     "bound method as an attribute": _about(
-        lambda: (d := {"a": 2.0}, _with(Thing(), look=d.get)), lambda p: p[1].look("a"), lambda p: _items(p[0], "a")
+        lambda: (d := {"a": 2.0}, having(Thing(), look=d.get)),
+        lambda p: p[1].look("a"),
+        lambda p: _items(p[0], "a"),
     ),
     "ContextVar.get": _about(
         lambda: (c := contextvars.ContextVar("c", default=2.0), c.get),
@@ -529,7 +522,7 @@ HELD: dict[str, Callable[[], tuple[Fun, list[Change]]]] = {
         lambda: [("a", 2.0)] * 20_001, lambda c: c[7][1], lambda c: _items(c, 7, ("a", 5.0), ("a", 7.0))
     ),
     "long list of an object": _about(
-        lambda: _with(Thing(), table=[2.0] * 20_001), lambda t: t.table[7], lambda t: _items(t.table, 7)
+        lambda: having(Thing(), table=[2.0] * 20_001), lambda t: t.table[7], lambda t: _items(t.table, 7)
     ),
     "long list of a namespace": _about(
         lambda: argparse.Namespace(table=[2.0] * 300), lambda t: t.table[7], lambda t: _items(t.table, 7)
@@ -552,7 +545,7 @@ HELD: dict[str, Callable[[], tuple[Fun, list[Change]]]] = {
         lambda c: _sets(c, "mask", [True, False], [False, True]),
     ),
     "array of a class of the user's": _about(
-        lambda: _with(np.ones(2).view(type("Mine", (np.ndarray,), {})), scale=2.0),
+        lambda: having(np.ones(2).view(type("Mine", (np.ndarray,), {})), scale=2.0),
         lambda c: c.scale,
         lambda c: _sets(c, "scale"),
     ),
@@ -562,7 +555,7 @@ HELD: dict[str, Callable[[], tuple[Fun, list[Change]]]] = {
     "array.array": _buffer(lambda: array.array("d", [2.0])),
     "BytesIO": _written(lambda: io.BytesIO(b"2"), b"5", b"7"),
     "StringIO": _written(lambda: io.StringIO("2"), "5", "7"),
-    "thread-local": _about(lambda: _with(threading.local(), a=2.0), lambda t: t.a, lambda t: _sets(t, "a")),
+    "thread-local": _about(lambda: having(threading.local(), a=2.0), lambda t: t.a, lambda t: _sets(t, "a")),
     "weak reference": _weakly(weakref.ref, lambda r: r().s0),
     "weak proxy": _weakly(weakref.proxy, lambda r: r.s0),
     "WeakValueDictionary": _weakly(lambda t: weakref.WeakValueDictionary(a=t), lambda d: d["a"].s0),
@@ -599,7 +592,7 @@ HELD: dict[str, Callable[[], tuple[Fun, list[Change]]]] = {
         lambda n: _sets(n.base_dist, "loc", torch.full((2,), 5.0), torch.full((2,), 7.0)),
     ),
     "UserDict of the user's": _about(lambda: MyUserDict(a=2.0), lambda d: d["a"], lambda d: _items(d, "a")),
-    "attribute of a tuple": _about(lambda: _with(MyTuple((1.0,)), s=2.0), lambda t: t.s, lambda t: _sets(t, "s")),
+    "attribute of a tuple": _about(lambda: having(MyTuple((1.0,)), s=2.0), lambda t: t.s, lambda t: _sets(t, "s")),
     "property of a dict": _about(MyDict, lambda d: d.number, lambda d: _numbers()),
     "constructor": lambda: (lambda x: x * Reads().scale, _numbers()),
     "__new__": lambda: (lambda x: x * ReadsAnew().scale, _numbers()),
@@ -648,13 +641,11 @@ ALWAYS = (
 SCENARIOS = {**BY_NAME, **HELD}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS]
-)
+@pytest.mark.parametrize("name", marked(SCENARIOS, quick=ALWAYS))
 def test_what_is_read_by_names_that_do_not_stand_in_the_code_is_never_stale(name: str) -> None:
     torch.manual_seed(0)
     fun, changes = SCENARIOS[name]()
-    call, x, seen = _through(fun), _x(), []
+    call, x, seen = through(fun), _x(), []
     for change in [lambda: None, *changes]:
         change()
         got, expected = call(x), fun(x)
@@ -742,14 +733,12 @@ _ALWAYS_OUTSIDE = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in _ALWAYS_OUTSIDE else pytest.param(name, marks=pytest.mark.slow) for name in OUTSIDE]
-)
+@pytest.mark.parametrize("name", marked(OUTSIDE, quick=_ALWAYS_OUTSIDE))
 def test_what_no_walk_can_follow_is_refused_with_the_line_and_the_name(name: str) -> None:
     read, words = OUTSIDE[name]
     before = getattr, hasattr, eval, exec, globals, open, input, os.stat, sys.getprofile()
     with pytest.raises(TypeError, match=rf"test_watching\.py:\d+: .*({words})"):
-        _through(lambda x: x * read())(_x())
+        through(lambda x: x * read())(_x())
     after = getattr, hasattr, eval, exec, globals, open, input, os.stat, sys.getprofile()
     assert before == after
 
@@ -757,9 +746,9 @@ def test_what_no_walk_can_follow_is_refused_with_the_line_and_the_name(name: str
 def test_an_open_file_and_a_long_list_of_objects_are_refused_by_name() -> None:
     things = [Thing() for _ in range(10_001)]
     with pytest.raises(TypeError, match=r"test_watching\.py:\d+: things holds 10001 objects"):
-        _through(lambda x: x * things[0].s0)(_x())
+        through(lambda x: x * things[0].s0)(_x())
     with open(__file__) as stream, pytest.raises(TypeError, match=r"test_watching\.py:\d+: stream is an open file"):
-        _through(lambda x: x * len(stream.readline()))(_x())
+        through(lambda x: x * len(stream.readline()))(_x())
 
 
 class Scaled(torch.autograd.Function):
@@ -790,7 +779,7 @@ def test_what_runs_in_the_backward_pass_is_watched_too(monkeypatch: pytest.Monke
             y.register_hook(lambda g: g * getattr(thing, _put("s", "0")))
         return y
 
-    call = _through(fun)
+    call = through(fun)
     for owner, name in ((globals(), "NUMBER"), (Scaled, "base"), (thing, "s0")):
         torch.testing.assert_close(_slope(call), _slope(fun))
         if isinstance(owner, dict):
@@ -806,7 +795,7 @@ def test_what_runs_in_the_backward_pass_is_watched_too(monkeypatch: pytest.Monke
         return y
 
     with pytest.raises(TypeError, match=r"test_watching\.py:\d+: .* by time\.time"):
-        _slope(_through(timed))
+        _slope(through(timed))
 
 
 class Tabled(nn.Module):
@@ -822,7 +811,7 @@ class Tabled(nn.Module):
 
 def test_a_constant_that_the_first_call_keeps_is_read_from_there() -> None:
     m = Tabled()
-    call = _through(m)
+    call = through(m)
     for change in (
         lambda: None,
         lambda: (setattr(m, "length", 5), m.__dict__.pop("table")),
@@ -862,7 +851,7 @@ class Trainer:
 def test_what_a_function_does_not_read_is_not_in_its_way() -> None:
     for method in (Trainer.loss, Trainer.whole):
         trainer = Trainer()
-        call = _through(functools.partial(method, trainer))
+        call = through(functools.partial(method, trainer))
         torch.testing.assert_close(call(_x()), _x() * 2)
         trainer.scale = 5.0
         torch.testing.assert_close(call(_x()), _x() * 5)
@@ -885,7 +874,7 @@ def test_what_libraries_read_for_themselves_is_let_through(tmp_path: pathlib.Pat
         return torch.nn.functional.relu(x) * pair.a
 
     with log:
-        torch.testing.assert_close(_through(fun)(_x()), _x() * 2)
+        torch.testing.assert_close(through(fun)(_x()), _x() * 2)
 
 
 def test_garbage_that_is_collected_meanwhile_reads_what_it_likes() -> None:
@@ -905,7 +894,7 @@ def test_garbage_that_is_collected_meanwhile_reads_what_it_likes() -> None:
 
     gc.callbacks.append(note)
     try:
-        torch.testing.assert_close(_through(fun)(_x()), _x() * 2)
+        torch.testing.assert_close(through(fun)(_x()), _x() * 2)
     finally:
         gc.callbacks.remove(note)
     assert len(read) >= 3
@@ -923,7 +912,7 @@ def test_names_that_were_put_together_are_known_the_next_time() -> None:
     for scale, expected in ((2.0, 1), (2.0, 1), (5.0, 2), (5.0, 2), (2.0, 2)):
         thing.s0 = scale
         thing.s1 += 1  # which nobody reads
-        torch.testing.assert_close(_through(fun)(_x()), fun(_x()))
+        torch.testing.assert_close(through(fun)(_x()), fun(_x()))
         assert count() == expected
 
 
@@ -934,7 +923,7 @@ def test_a_name_that_is_another_one_in_each_trace_ends() -> None:
         counter.number += 1
         return x * getattr(thing, f"cache_{counter.number}", 3.0)
 
-    call = _through(fun)
+    call = through(fun)
     for _ in range(3):
         torch.testing.assert_close(call(_x()), _x() * 3)
 
@@ -982,7 +971,7 @@ def test_other_threads_and_profilers_are_left_alone() -> None:
     thread.start()
     sys.setprofile(profile)
     try:
-        torch.testing.assert_close(_through(fun)(_x()), _x() * 2)
+        torch.testing.assert_close(through(fun)(_x()), _x() * 2)
         assert sys.getprofile() is profile
     finally:
         sys.setprofile(None)
@@ -1162,6 +1151,6 @@ def test_what_a_cache_holds_is_its_own() -> None:
     for is_filled in (True, False):  # the code of both is the same
         fun, table = make(is_filled)
         table["a"] = 5.0
-        call = _through(fun)
+        call = through(fun)
         for _ in range(2):  # a trace that adds to a cache empties it
             assert torch.equal(call(x), x * (2 if is_filled else 5))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from clipping_cases import CASES
 from clipping_models import MODELS
+from helpers import temporary
 from microbatching_cases import assert_same, norm
 
 from microtome import torch_api as mt
@@ -61,10 +62,6 @@ def expected(loss, transform, params, batch):
 
 def results_of(fun, *args):
     return jax.jit(lambda *a: fun(*a))(*args)
-
-
-def temporary(fun, *args):
-    return jax.jit(lambda *a: fun(*a)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 _QUICK = ("lstm_in_a_scan", "weight_normalisation", "embedding_tied_to_the_output", "convolution_of_few_channels")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers import marked
 from microbatching_cases import data
 
 from microtome.jax_impl import chunked_vmap, clipped_grad, hessian, jacobian, micro_grad, microbatch
@@ -30,11 +31,6 @@ KINDS = {
 }
 
 
-def few(table, *quick):
-    """The names in a table, those but a few with the slow sweeps."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in table]
-
-
 def convolution(table, kind):
     """A convolution, and operands in float64."""
     shape, kernel, numbers, options = table[kind]
@@ -43,7 +39,7 @@ def convolution(table, kind):
     return fun, data(*shape, dtype=jnp.float64), data(*kernel, seed=1, dtype=jnp.float64)
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "2d", "transposed"))
+@pytest.mark.parametrize("kind", marked(KINDS, quick=("2d", "transposed")))
 def test_values_and_derivatives_are_those_of_the_function(kind):
     with jax.enable_x64(True):
         convolve, *args = convolution(KINDS, kind)
@@ -86,7 +82,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", few(TRANSFORMS, "micro_grad", "clipped_grad", "chunked_vmap"))
+@pytest.mark.parametrize("name", marked(TRANSFORMS, quick=("micro_grad", "clipped_grad", "chunked_vmap")))
 @pytest.mark.parametrize("loss", [of_jax, of_torch(torch.conv2d)], ids=["jax", "torch"])
 def test_a_loop_has_convolutions_with_channels_last_only(loss, name):
     w, x = {"a": data(3, 3, 3, 3), "b": data(4, 3, 3, 3, seed=1)}, data(6, 3, 9, 9, seed=2)
@@ -201,12 +197,12 @@ def check_form(table, kind, name):
         close(jax.vmap(ours, (None, 0))(x, jnp.stack([w, 2 * w]))[1], fun(x, 2 * w))
 
 
-@pytest.mark.parametrize("kind", few(OF_ONE_CHANNEL, "2d", "uneven"))
+@pytest.mark.parametrize("kind", marked(OF_ONE_CHANNEL, quick=("2d", "uneven")))
 def test_a_strided_convolution_of_one_channel_takes_its_phases_as_channels(kind):
     check_form(OF_ONE_CHANNEL, kind, "window_strides")
 
 
-@pytest.mark.parametrize("kind", few(SPREAD, "2d", "cropped"))
+@pytest.mark.parametrize("kind", marked(SPREAD, quick=("2d", "cropped")))
 def test_zeros_between_entries_are_not_multiplied(kind):
     check_form(SPREAD, kind, "lhs_dilation")
 
@@ -221,7 +217,7 @@ def test_the_input_gradient_of_a_strided_convolution_multiplies_no_zeros():
         close(jax.jit(ours)(x, w), jax.jit(slope)(x, w))
 
 
-@pytest.mark.parametrize("kind", few(OF_MANY_EXAMPLES, "channels last"))
+@pytest.mark.parametrize("kind", marked(OF_MANY_EXAMPLES, quick=("channels last",)))
 def test_the_gradient_of_a_weight_is_summed_over_parts_of_the_batch(kind):
     with jax.enable_x64(True):
         fun, x, w = convolution(OF_MANY_EXAMPLES, kind)
