@@ -45,12 +45,13 @@ test: $(STAMPS)/test $(STAMPS)/examples
 install: $(STAMPS)/test
 
 # What a release of torch or JAX changes shows here first.
-CUT := as_jax as_torch autograd checkpoints clipping distributions global_state kernels lift lowerings microbatching \
-	operator_edges packaging readme scanning threads torch_clipping
+CUT := packaging readme jax_impl/clipping jax_impl/microbatching jax_impl/scanning bridge/as_jax bridge/call/as_torch \
+	bridge/call/autograd bridge/global_state bridge/lift bridge/lowerings/lowerings bridge/lowerings/operator_edges \
+	bridge/record/checkpoints bridge/record/distributions bridge/record/kernels bridge/threads torch_api/clipping
 
 cut: install
 	$(PIP) list | grep -E '^(torch|torchax|jax|jaxlib|numpy) '
-	$(QUICK) $(CUT:%=tests/test_%.py) $(PYTEST_ARGS)
+	$(QUICK) $(foreach part,$(CUT),$(subst ./,,tests/$(dir $(part))test_$(notdir $(part)).py)) $(PYTEST_ARGS)
 
 sweeps: $(STAMPS)/test $(STAMPS)/examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)

@@ -12,6 +12,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files of messages anew")
 
 
+@pytest.fixture
+def seeded() -> None:
+    """Torch's numbers are the same in each run, and whichever tests run."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 def _gpu_is_missing() -> str:
     import jax
     import torch

@@ -35,4 +35,5 @@ def clip(grads):
 
 
 def norm(grads):
-    return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    leaves = [jnp.asarray(g, jnp.promote_types(g.dtype, jnp.float32)) for g in jax.tree.leaves(grads)]
+    return jnp.sqrt(sum(jnp.sum(g**2) for g in leaves))

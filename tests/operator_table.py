@@ -19,11 +19,11 @@ _INTRODUCTION = """\
 # torch's operators, one by one
 
 torch ships a database of its operators with inputs for each (`torch.testing._internal`, which torch's own tests use).
-The sweep in `tests/test_operators.py` takes every operator and variant of it, up to three samples in each dtype that
-eager torch's CPU kernels accept, and compares `as_jax` of it with eager torch: results, dtypes and shapes, and the
-gradients for random cotangents. float64 is compared in second order (derivatives of gradients by inputs and
-cotangents) and in forward mode too, and float32 under `vmap` with per-example gradients. In half precision, a result
-counts as right if it is as near to the one in double precision as eager torch's is, within a factor of four and
+The sweep in `tests/bridge/lowerings/test_operators.py` takes every operator and variant of it, up to three samples in
+each dtype that eager torch's CPU kernels accept, and compares `as_jax` of it with eager torch: results, dtypes and
+shapes, and the gradients for random cotangents. float64 is compared in second order (derivatives of gradients by inputs
+and cotangents) and in forward mode too, and float32 under `vmap` with per-example gradients. In half precision, a
+result counts as right if it is as near to the one in double precision as eager torch's is, within a factor of four and
 rounding.
 
 An operator is *right* in a mode if all its samples are; *refused* if one of them raises an error before there is a

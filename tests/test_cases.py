@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as torch_pytree
+from helpers import marked, tensors_in
 
 from microtome.bridge import as_jax, as_torch
 
@@ -64,10 +64,6 @@ def _build(name: str) -> Any:
         return copy.deepcopy(_SMALL[name]) if name in _SMALL else _REAL.build(name)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [t for t in torch_pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
-
-
 def _differentiable(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
@@ -75,7 +71,7 @@ def _differentiable(t: torch.Tensor) -> bool:
 def _run(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Outputs, and gradients of one fixed random combination of the outputs that have any."""
     inputs = tuple(x.clone().requires_grad_() if _differentiable(x) else x for x in inputs)
-    outputs = _tensors(module(*inputs))
+    outputs = tensors_in(module(*inputs))
     generator = torch.Generator().manual_seed(0)
     moving = [torch.view_as_real(o) if o.is_complex() else o for o in outputs if o.requires_grad]
     total = sum((o * torch.randn(o.shape, generator=generator, dtype=torch.float64)).sum() for o in moving)
@@ -110,9 +106,7 @@ _SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in (*_SMALL, *_REAL.CASES)]
-)
+@pytest.mark.parametrize("name", marked((*_SMALL, *_REAL.CASES), slow=_SLOW))
 def test_case(name: str) -> None:
     case = _build(name)
     traced = copy.deepcopy(case.mod)
@@ -153,19 +147,19 @@ def test_case(name: str) -> None:
 
 def _check_random(case: Any, call: Any) -> None:
     torch.manual_seed(1)
-    first = _tensors(call(*case.inputs))
-    second = _tensors(call(*case.inputs))
+    first = tensors_in(call(*case.inputs))
+    second = tensors_in(call(*case.inputs))
     torch.manual_seed(1)
-    again = _tensors(call(*case.inputs))
+    again = tensors_in(call(*case.inputs))
     for one, two, three in zip(first, second, again, strict=True):
         assert not torch.equal(one, two), "two calls drew the same"
         assert torch.equal(one, three), "the same seed drew something else"
-    for got, expected in zip(first, _tensors(case.mod(*case.inputs)), strict=True):
+    for got, expected in zip(first, tensors_in(case.mod(*case.inputs)), strict=True):
         assert got.dtype == expected.dtype
         assert got.shape == expected.shape
     if case.stat is not None:
         torch.manual_seed(2)
-        expected = case.stat([o.detach() for o in _tensors(case.mod(*case.inputs))])
+        expected = case.stat([o.detach() for o in tensors_in(case.mod(*case.inputs))])
         assert case.stat([o.detach() for o in first]) == pytest.approx(expected, abs=0.15 * max(1.0, abs(expected)))
     _, gradients = _run(call, case.inputs)
     assert all(g is None or torch.isfinite(g).all() for g in gradients.values())
