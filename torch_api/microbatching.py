@@ -13,24 +13,12 @@ import torch
 from .. import jax_impl
 from ..bridge import lift
 from ..bridge.base.errors import user_line
-from ..bridge.base.versions import enable_x64
 from ..bridge.call.as_torch import only_maps
-from ..bridge.derive.differentiation import torch_call_p, torch_linear_p
 from ..bridge.lift import to_jax_callable
 from ..bridge.memory.trees import Rows, flatten, to_jax_tree, without_rows
 from ..bridge.memory.values import jax_dtype
 from ..jax_impl import AccumulationType, weighted_mean
-from ..jax_impl.program.inline import CALLS
 from .calls import Fun, explain_with, finish, number_rows, number_rows_by_name, parameter_names, place_of, replace
-
-
-def _write_out(*arrays: jax.Array, program: Any, linear: int = 0) -> list[jax.Array]:
-    with enable_x64():
-        return program.run(*arrays)
-
-
-# A recorded torch function is one primitive. Sums over examples look into it, for products that need not be computed.
-CALLS.update({torch_call_p.name: _write_out, torch_linear_p.name: _write_out})
 
 __all__ = [
     "AccumulationType",
