@@ -16,7 +16,7 @@ from jax.flatten_util import ravel_pytree
 from .batches.arguments import Function
 from .batches.loop import Traced
 from .batches.slices import write
-from .program.evaluate import channels_last, run_whole
+from .program.convolutions import channels_last, run_whole
 from .program.sums import Shared
 from .program.trees import (
     PyTree,

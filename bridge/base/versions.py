@@ -17,7 +17,6 @@ import numpy as np
 
 __all__ = [
     "backends_are_initialized",
-    "bind",
     "enable_x64",
     "mapping_trace",
     "native_export",
@@ -49,13 +48,6 @@ def mapping_trace() -> object:
         return trace
     except AttributeError:
         return object()  # equal to no other: nothing is known
-
-
-def bind(equation: Any, values: list[Any]) -> list[Any]:
-    """The outputs of one operation of a jaxpr on values."""
-    primitive = equation.primitive
-    outputs = primitive.bind(*values, **primitive.get_bind_params(equation.params))
-    return list(outputs) if primitive.multiple_results else [outputs]
 
 
 def weak_float(value: jax.Array) -> jax.Array:

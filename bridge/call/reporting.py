@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from ...jax_impl.program.inline import BODY
+from ...jax_impl.program.evaluate import CALLS, bind, evaluate, inner_programs
 from ...jax_impl.program.versions import scan_counts
-from ..base.versions import bind
 from ..derive.context import Call
 from ..lowerings.checks import Condition, check_p, first_failure, raised
 from ..memory.values import jax_device
@@ -30,7 +28,7 @@ from ..memory.values import jax_device
 Report = jax.Array
 Outputs = tuple[list[Any], list[Report]]
 
-_CALLS = BODY | {"custom_vmap_call": "call"}
+_CALLS = CALLS | {"custom_vmap_call": "call"}
 
 
 class Checked:
@@ -92,7 +90,7 @@ class _Writer:
         if equation.primitive is check_p:
             return True
         called = self._called(equation)
-        return any(self.asks(jaxpr) for jaxpr in ([called.jaxpr] if called is not None else _within(equation)))
+        return any(self.asks(jaxpr) for jaxpr in ([called.jaxpr] if called is not None else inner_programs(equation)))
 
     def _called(self, equation: Any) -> Any:
         """What a recorded torch function computes: traced here, and lowered from that trace."""
@@ -105,17 +103,17 @@ class _Writer:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Outputs:
         """Outputs, and the reports of the checks, in their order."""
-        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
         reports: list[Report] = []
-        for equation in jaxpr.eqns:
+
+        def compute(equation: Any, values: list[Any]) -> list[Any]:
             source = equation.source_info
             names = source_info_util.current_name_stack() + source.name_stack
             with source_info_util.user_context(source.traceback, name_stack=names), equation.ctx.manager:
-                outs, found = self._outputs(equation, list(map(read, equation.invars)))
-            env.update(zip(equation.outvars, outs, strict=True))
-            reports += found
-        return list(map(read, jaxpr.outvars)), reports
+                outs, found = self._outputs(equation, values)
+            reports.extend(found)
+            return outs
+
+        return evaluate(jaxpr, consts, args, compute), reports
 
     def _outputs(self, equation: Any, values: list[Any]) -> Outputs:
         name, called = equation.primitive.name, self._called(equation)
@@ -216,8 +214,3 @@ def _first(reports: Sequence[Report]) -> Report:
     """The first report of a failure, or one of none."""
     none = [] if reports else [jnp.zeros(3, jnp.int64)]
     return functools.reduce(lambda one, two: jax.lax.select(one[0] != 0, one, two), [*none, *reports])
-
-
-def _within(equation: Any) -> list[Any]:
-    params = [p for param in equation.params.values() for p in (param if isinstance(param, (tuple, list)) else [param])]
-    return [getattr(p, "jaxpr", p) for p in params if isinstance(p, (Jaxpr, ClosedJaxpr))]

@@ -7,9 +7,13 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from ...jax_impl.program.versions import scan_counts
+from ...jax_impl.program.dataflow import dependent, scan_dependence, within
+from ...jax_impl.program.evaluate import PLAIN_CALLS, called
 from .functions import Backward, Forward, Linear
 from .primitives import Batched
+
+# What has no derivative rule of its own: its results depend on its operands as those of its program do.
+_CALLS = PLAIN_CALLS | {"checkpoint": "jaxpr", "remat2": "jaxpr"}
 
 
 def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
@@ -18,47 +22,30 @@ def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 
 
 def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    dependent = {v for v, d in zip(jaxpr.invars, inputs, strict=True) if d}
-
-    def is_dependent(atom: Any) -> bool:
-        return not isinstance(atom, jex.Literal) and atom in dependent
-
-    for equation in jaxpr.eqns:
-        given = list(map(is_dependent, equation.invars))
-        if not any(given):
-            continue
-        found = [True] * len(equation.outvars)
-        program = _program(equation)
-        if equation.primitive.name in ("jit", "pjit"):
-            found = _depend(equation.params["jaxpr"].jaxpr, given)
-        elif equation.primitive.name in ("checkpoint", "remat2"):
-            found = _depend(equation.params["jaxpr"], given)
-        elif equation.primitive.name == "scan":
-            found = _scan_depends(equation.params, given)
-        elif isinstance(program, Forward):  # detached results do not
-            metas = program.function.metas
-            need = tuple(g and m.differentiable for g, m in zip(given[1:], metas, strict=True))
-            moving = program.function.differentiable(need) if any(need) else ()
-            found = [i in moving or i >= len(program.function.outputs) for i in range(len(found))]
-        elif isinstance(program, Backward):
-            found = program.depends(given[1:])
-        elif isinstance(program, Linear):
-            gradients = program.function.graph(program.need).gradients
-            tangents = given[len(given) - len(gradients) :]
-            if not any(given[: len(given) - len(gradients)]):
-                found = [any(t and g is not None for t, g in zip(tangents, gradients, strict=True))] * len(found)
-        dependent.update(v for v, f in zip(equation.outvars, found, strict=True) if f)
-    return list(map(is_dependent, jaxpr.outvars))
+    found = dependent(jaxpr, inputs, _dependence)
+    return [within(v, found) for v in jaxpr.outvars]
 
 
-def _scan_depends(params: Any, inputs: list[bool]) -> list[bool]:
-    first, carried = scan_counts(params)
-    while True:
-        found = _depend(params["jaxpr"].jaxpr, inputs)
-        carry = [a or b for a, b in zip(inputs[first : first + carried], found, strict=False)]
-        if carry == inputs[first : first + carried]:
-            return found
-        inputs = [*inputs[:first], *carry, *inputs[first + carried :]]
+def _dependence(equation: Any, given: list[bool]) -> list[bool]:
+    """Which results of an operation depend on these operands."""
+    every, program, body = [True] * len(equation.outvars), _program(equation), called(equation, _CALLS)
+    if body is not None:
+        return _depend(body.jaxpr, given)
+    if equation.primitive.name == "scan":
+        return scan_dependence(equation, given, lambda flags: _depend(equation.params["jaxpr"].jaxpr, flags))[1]
+    if isinstance(program, Forward):  # detached results do not
+        metas = program.function.metas
+        need = tuple(g and m.differentiable for g, m in zip(given[1:], metas, strict=True))
+        moving = program.function.differentiable(need) if any(need) else ()
+        return [i in moving or i >= len(program.function.outputs) for i in range(len(every))]
+    if isinstance(program, Backward):
+        return program.depends(given[1:])
+    if isinstance(program, Linear):
+        gradients = program.function.graph(program.need).gradients
+        tangents = given[len(given) - len(gradients) :]
+        if not any(given[: len(given) - len(gradients)]):
+            return [any(t and g is not None for t, g in zip(tangents, gradients, strict=True))] * len(every)
+    return every
 
 
 def read_inputs(jaxpr: Any) -> list[bool]:
@@ -71,8 +58,9 @@ def _read(jaxpr: Any) -> list[bool]:
     for equation in jaxpr.eqns:
         reads = [True] * len(equation.invars)
         program = _program(equation)
-        if equation.primitive.name in ("jit", "pjit"):
-            reads = _read(equation.params["jaxpr"].jaxpr)
+        body = called(equation, PLAIN_CALLS)
+        if body is not None:
+            reads = _read(body.jaxpr)
         elif isinstance(program, (Backward, Linear)):
             whole = program if isinstance(program, Backward) else program.transposed
             inputs = whole.graph.backward_reads(whole.nodes)

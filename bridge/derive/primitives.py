@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from ...jax_impl.program.inline import CALLS
+from ...jax_impl.program.inline import stands_for
 from ..base.versions import enable_x64
 from .context import current_call
 
@@ -123,6 +123,12 @@ def _run_now(*arrays: jax.Array, program: Program, linear: int = 0) -> list[jax.
         return program.compiled(*arrays)
 
 
+def _write_out(*arrays: jax.Array, program: Program, linear: int = 0) -> list[jax.Array]:
+    """Compute it operation by operation: sums over examples look into it, for products that need not be computed."""
+    with enable_x64():
+        return program.run(*arrays)
+
+
 def _lowering(ctx: Any, *args: Any, **params: Any) -> Any:
     call = current_call()
     traced = None if call is None else call.traces.get((params["program"], tuple(ctx.avals_in)))
@@ -169,13 +175,5 @@ for _primitive in (torch_call_p, torch_linear_p):
     ad.primitive_jvps[_primitive] = _jvp
     batching.primitive_batchers[_primitive] = _batch
     mlir.register_lowering(_primitive, _lowering)
+    stands_for(_primitive, _write_out)
 ad.primitive_transposes[torch_linear_p] = _transpose
-
-
-def _write_out(*arrays: jax.Array, program: Program, linear: int = 0) -> list[jax.Array]:
-    with enable_x64():
-        return program.run(*arrays)
-
-
-# Sums over examples look into a recorded torch function, for products that need not be computed.
-CALLS.update({torch_call_p.name: _write_out, torch_linear_p.name: _write_out})

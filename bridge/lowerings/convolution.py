@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...jax_impl.program.evaluate import channels_last
+from ...jax_impl.program.convolutions import channels_last
 from ._registry import lowering
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -9,10 +10,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 
 from ..factors.plan import Explanation, Factored
-from ..program import evaluate as binding
+from ..program import convolutions
+from ..program.dataflow import makers, uses, within
 from ..program.sums import Shared
 from ..program.trees import (
     PyTree,
@@ -35,7 +37,7 @@ VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
 class Traced:
     """A function of flat arrays, traced once and callable any number of times."""
 
-    def __init__(self, fun: Function, inputs: Sequence[Any], run: Callable[..., list[Any]] = binding.run) -> None:
+    def __init__(self, fun: Function, inputs: Sequence[Any], run: Callable[..., list[Any]] = convolutions.run) -> None:
         self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*map(stand_in, inputs))
         self.treedef, self.run, self.shared = structure(self.output), run, Shared(self.closed.consts)
 
@@ -45,7 +47,7 @@ class Traced:
         return self.treedef.unflatten(_call(closed, *inputs, run=self.run))
 
 
-def _call(closed: ClosedJaxpr, *inputs: Any, run: Callable[..., list[Any]] = binding.run) -> list[jax.Array]:
+def _call(closed: ClosedJaxpr, *inputs: Any, run: Callable[..., list[Any]] = convolutions.run) -> list[jax.Array]:
     """The jaxpr's outputs; a constant among them comes out as a Python number otherwise."""
     outs = zip(run(closed, *inputs), closed.out_avals, strict=True)
     arrays = [(x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype), aval) for x, aval in outs]
@@ -263,15 +265,12 @@ def _describe(main: Traced, left: Traced, plan: Plan, per_example: bool, zeros: 
 def bare_products(closed: ClosedJaxpr) -> frozenset[int]:
     """Which flat outputs are a matrix product that nothing else reads, at most transposed or reshaped."""
     jaxpr = closed.jaxpr
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    reads: dict[Any, int] = {}
-    for var in [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]:
-        if not hasattr(var, "val"):  # literals have one, and no hash
-            reads[var] = reads.get(var, 0) + 1
+    made_by, read_by = makers(jaxpr), uses(jaxpr)
+    returned = collections.Counter(var for var in jaxpr.outvars if not isinstance(var, Literal))
 
     def is_product(var: Any) -> bool:
-        while not hasattr(var, "val") and var in makers and reads[var] == 1:
-            eqn = makers[var]
+        while within(var, made_by) and len(read_by.get(var, ())) + returned[var] == 1:
+            eqn = made_by[var]
             if eqn.primitive.name == "dot_general":
                 return True
             if eqn.primitive.name not in ("transpose", "reshape", "squeeze", "name"):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from ..program.evaluate import bind
+from ..program.convolutions import bind_fast
 from ..program.sums import is_narrow, wide
 from .lazy import Lazy, Squares, lazy
 from .moves import placed, repeated
@@ -456,7 +456,7 @@ def _scatter(ev: Any, e: Any) -> Lazy:
     if not ev.is_zero(updates) or ev.is_batched(indices):
         raise UnsupportedError("entries that are overwritten")
     ones = jnp.ones(target.aval.shape, target.aval.dtype)
-    mask = whole(bind(e, [ones, ev.array(indices), ev.array(updates)])[0] != 0, False)
+    mask = whole(bind_fast(e, [ones, ev.array(indices), ev.array(updates)])[0] != 0, False)
     return lazy(ev, target).map(lambda t: _product(t, mask))
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from ..program.evaluate import bind
+from ..program.convolutions import bind_fast
 from ..program.sums import is_narrow
 from .casts import enlarges, holds
 from .lazy import Lazy, lazy
@@ -60,7 +60,7 @@ def _squeeze(ev: Any, e: Any) -> Lazy:
 def _broadcast(ev: Any, e: Any) -> Any:
     v, shape, where = e.invars[0], e.params["shape"], e.params["broadcast_dimensions"]
     if isinstance(v, Literal) or not ev.is_batched(v):
-        return bind(e, [ev.array(v)])[0]
+        return bind_fast(e, [ev.array(v)])[0]
     return repeated(lazy(ev, v), shape, where)
 
 
@@ -91,7 +91,7 @@ def _convert(ev: Any, e: Any) -> Any:
     given = v.aval.dtype
     exact = holds(dtype, given)
     if not isinstance(ev.read(v), Lazy) and not exact:
-        return bind(e, [ev.array(v)])[0]
+        return bind_fast(e, [ev.array(v)])[0]
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UnsupportedError(f"a cast to {dtype.name}")
     if not exact and is_narrow(dtype) and not _was(ev, v, dtype):

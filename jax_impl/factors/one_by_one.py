@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..program.inline import batched_variables, evaluate, pruned
+from ..program.dataflow import makers, pruned, uses, within
+from ..program.evaluate import shaped
+from ..program.inline import batched_variables, run_inlined
 from ..program.sums import Sum, wide
 from ..program.trees import PyTree, as_varying, is_narrowed
 
@@ -67,7 +69,7 @@ class Split:
 
         def step(totals: list[jax.Array], row: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             own = [jax.lax.dynamic_index_in_dim(x, row, keepdims=False) if flag else x for x, flag in shared]
-            outs = list(zip(evaluate(self.tail, *own), self.summed, strict=True))
+            outs = list(zip(run_inlined(self.tail, *own), self.summed, strict=True))
             added = zip(totals, (x for x, flag in outs if flag), strict=True)
             return [total + x.astype(total.dtype) for total, x in added], [x for x, flag in outs if not flag]
 
@@ -95,7 +97,7 @@ def dependents(closed: ClosedJaxpr, batched: Sequence[bool]) -> set[Any]:
     found = {v for e in closed.jaxpr.eqns if _marks(e) for v in e.outvars if v in varying}
     entries, least = sum(v.aval.size for v in found), _LEAST
     for e in closed.jaxpr.eqns:
-        read = [v.aval.size for v in e.invars if _in(v, found)]
+        read = [v.aval.size for v in e.invars if within(v, found)]
         if read and e.effects:
             return set()  # what is printed, say, keeps its order
         if read:
@@ -107,14 +109,14 @@ def dependents(closed: ClosedJaxpr, batched: Sequence[bool]) -> set[Any]:
 def split(closed: ClosedJaxpr, batched: Sequence[bool], summed: Sequence[bool]) -> Split | None:
     """Cut an inlined program where the gradients begin that it holds as arrays; None where nothing is gained."""
     jaxpr, inside = closed.jaxpr, dependents(closed, batched)
-    places = [i for i, v in enumerate(jaxpr.outvars) if _in(v, inside)]
+    places = [i for i, v in enumerate(jaxpr.outvars) if within(v, inside)]
     added, kept = (sum(jaxpr.outvars[i].aval.size for i in places if summed[i] == flag) for flag in (True, False))
     narrowed = any(is_narrowed(jaxpr.outvars[i].aval.dtype) for i in places)
     if added <= 2 * kept or narrowed:
         return None
     varying = batched_variables(jaxpr, batched)
     _extend(jaxpr, varying, inside)
-    products = [e.invars[0] for e in jaxpr.eqns if _marks(e) and _in(e.outvars[0], inside)]
+    products = [e.invars[0] for e in jaxpr.eqns if _marks(e) and within(e.outvars[0], inside)]
     if 2 * sum(v.aval.size for v in products if v not in inside) > sum(v.aval.size for v in products):
         return None  # made in a loop, say, and there for all examples in any case
     taken: dict[Any, None] = {}
@@ -143,27 +145,19 @@ def _marks(e: Any) -> bool:
 
 def _extend(jaxpr: Any, varying: set[Any], inside: set[Any]) -> None:
     """Let the second part begin earlier, with the products that the gradients are, where nothing else reads them."""
-    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
-    readers: dict[Any, set[Any]] = {}
-    for e in jaxpr.eqns:
-        for v in e.invars:
-            if not isinstance(v, Literal):
-                readers.setdefault(v, set()).update(e.outvars or (None,))
+    made_by = makers(jaxpr)
+    readers = {v: {out for e in read_by for out in e.outvars or (None,)} for v, read_by in uses(jaxpr).items()}
     outs = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     late = [e for e in jaxpr.eqns if any(v in inside for v in e.outvars)]
     waiting = [v for e in late for v in e.invars if _marks(e) or v.aval.size >= _LEAST]
     while waiting:
         v = waiting.pop()
-        if not _in(v, varying) or v in inside or v not in makers or v in outs or not inside.issuperset(readers[v]):
+        if not within(v, varying) or v in inside or v not in made_by or v in outs or not inside.issuperset(readers[v]):
             continue
-        e = makers[v]
+        e = made_by[v]
         name = e.primitive.name
-        own = [x for x in e.invars if _in(x, varying)]
+        own = [x for x in e.invars if within(x, varying)]
         moves = name in _MOVES or (name == "mul" and len(own) == 1)  # the same for all, but for a number
-        if len(e.outvars) == 1 and (moves or (name in _PRODUCTS and sum(x.aval.size for x in own) < v.aval.size)):
+        if len(e.outvars) == 1 and (moves or (name in _PRODUCTS and sum(shaped(x).size for x in own) < v.aval.size)):
             inside.add(v)
             waiting += [x for x in e.invars if moves]
-
-
-def _in(v: Any, variables: set[Any]) -> bool:
-    return not isinstance(v, Literal) and v in variables

@@ -26,8 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..program.evaluate import bind, bind_mapped, own_width
-from ..program.inline import batched_variables, evaluate, inline, pruned, scan_flags
+from ..program.convolutions import bind_fast, bind_mapped
+from ..program.dataflow import makers, pruned, uses, within
+from ..program.evaluate import evaluate, own_width, read, shaped
+from ..program.inline import batched_in_scan, batched_variables, inline, run_inlined
 from ..program.sums import Sum, is_narrow, summed, wide
 from ..program.versions import scan_counts
 from . import convolutions  # noqa: F401  (its rule)
@@ -77,7 +79,7 @@ class Explanation:
 def plan(jaxpr: Any, batched: set[Any], wanted: Sequence[bool]) -> tuple[dict[Any, str], dict[Any, str]]:
     """The variables that may stay factors, each ``"lazy"`` or ``"squares"``; and why others may not."""
     verdicts: dict[Any, list[str]] = {}
-    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+    made_by = makers(jaxpr)
     kinds: dict[Any, str] = {}
     refusals: dict[Any, str] = {}
     for v, w in zip(jaxpr.outvars, wanted, strict=True):
@@ -100,7 +102,7 @@ def plan(jaxpr: Any, batched: set[Any], wanted: Sequence[bool]) -> tuple[dict[An
         name = e.primitive.name
         for i, v in enumerate(e.invars):
             if not isinstance(v, Literal):
-                verdict = ACCEPTS[name](e, i, kinds, batched, makers) if name in ACCEPTS else ""
+                verdict = ACCEPTS[name](e, i, kinds, batched, made_by) if name in ACCEPTS else ""
                 if verdict:
                     verdict = rounds(e, i, marks, batched) or verdict
                 further = next((refusals[out] for out in e.outvars if out in refusals), "") if name in ACCEPTS else ""
@@ -127,12 +129,7 @@ class _Evaluator:
         self.closed, self.jaxpr = closed, closed.jaxpr
         self.batched = batched_variables(self.jaxpr, batched)
         self.kinds, self.refusals = plan(self.jaxpr, self.batched, wanted)
-        self.uses: dict[Any, list[Any]] = {}
-        for e in self.jaxpr.eqns:
-            for v in e.invars:
-                if not isinstance(v, Literal):
-                    self.uses.setdefault(v, []).append(e)
-        self.makers = {v: e for e in self.jaxpr.eqns for v in e.outvars}
+        self.uses, self.makers = uses(self.jaxpr), makers(self.jaxpr)
         self.env: dict[Any, Any] = {}
         self.scalars: dict[Any, Any] = {}  # variables that repeat one number -> that number
         constants = zip(self.jaxpr.constvars, closed.consts, strict=True)
@@ -141,16 +138,16 @@ class _Evaluator:
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The outputs: arrays, or :class:`Lazy` where wanted and possible."""
-        self.env.update(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.closed.consts, *args], strict=True))
-        for e in self.jaxpr.eqns:
-            with own_width(e):
-                self._note(e)
-                self.env.update(zip(e.outvars, self._outputs(e), strict=True))
-        return [self.read(v) for v in self.jaxpr.outvars]
+        return evaluate(self.jaxpr, self.closed.consts, args, self._compute, self.env)
+
+    def _compute(self, e: Any, values: list[Any]) -> list[Any]:
+        with own_width(e):
+            self._note(e)
+            return self._outputs(e)
 
     def read(self, v: Any) -> Any:
         """What a variable holds."""
-        return v.val if isinstance(v, Literal) else self.env[v]
+        return read(self.env, v)
 
     def array(self, v: Any) -> Any:
         """What a variable holds, as an array."""
@@ -161,7 +158,7 @@ class _Evaluator:
 
     def is_batched(self, v: Any) -> bool:
         """Whether it differs between examples."""
-        return not isinstance(v, Literal) and v in self.batched
+        return within(v, self.batched)
 
     def is_zero(self, v: Any) -> bool:
         """Whether it is known to hold zeros only."""
@@ -192,7 +189,7 @@ class _Evaluator:
             value: Any = self.scalars[v] if not isinstance(v, Literal) and v in self.scalars else self.read(v)
             if isinstance(value, (Lazy, Squares)) or jnp.shape(value):
                 return
-            self.scalars[out] = bind(e, [value])[0] if e.primitive.name == "convert_element_type" else value
+            self.scalars[out] = bind_fast(e, [value])[0] if e.primitive.name == "convert_element_type" else value
 
     def _outputs(self, e: Any) -> list[Any]:
         planned = any(v in self.kinds for v in e.outvars)
@@ -205,7 +202,7 @@ class _Evaluator:
             except UnsupportedError as error:
                 self.decided(e, "materialised", f"{e.primitive.name}: {error}")
         kernels = e.primitive.name == "conv_general_dilated" and all(map(self.is_batched, e.invars))
-        return (bind_mapped if kernels else bind)(e, [self.array(v) for v in e.invars])
+        return (bind_mapped if kernels else bind_fast)(e, [self.array(v) for v in e.invars])
 
     def _only_arrays(self, e: Any) -> bool:
         """Whether an equation adds up arrays that are there, or scales one in half precision, and makes no larger one.
@@ -250,7 +247,7 @@ class _Evaluator:
         )
         arrays = [self.read(x) for x in e.invars]
         if e.primitive.name == "dot_general" and not any(isinstance(x, Lazy) for x in arrays):
-            array = bind(e, arrays)[0]
+            array = bind_fast(e, arrays)[0]
         else:
             array = value.dense()
         return Lazy(value.shape, value.dtype, (whole(array, True),))
@@ -261,7 +258,7 @@ class _Evaluator:
         body, (n_consts, n_carry) = sums.body, scan_counts(e.params)
         if not sums.parts and not any(v in self.kinds for v in e.outvars[n_carry:]):
             raise UnsupportedError("a carry that is more than a sum")
-        flags, _ = scan_flags(e, [self.is_batched(v) for v in e.invars])
+        flags, _ = batched_in_scan(e, [self.is_batched(v) for v in e.invars])
         kept = [k for k in range(n_carry) if k not in sums.parts]
         inputs = [*range(n_consts), *(n_consts + k for k in kept), *range(n_consts + n_carry, len(e.invars))]
         stacked = e.outvars[n_carry:]
@@ -278,7 +275,7 @@ class _Evaluator:
         emitted = _Emitted.of(program, len(kept), dense_sums, n_consts, n_consts + len(kept))
 
         def step(state: Any, x: Any) -> Any:
-            outs = evaluate(program.closed, *values[:n_consts], *state[0], *x)
+            outs = run_inlined(program.closed, *values[:n_consts], *state[0], *x)
             added = [a + outs[program.offsets[i]] for a, i in zip(state[1], carried, strict=True)]
             return (outs[: len(kept)], added), [outs[i] for i in emitted.places]
 
@@ -401,11 +398,11 @@ class Rewritten:
     def computed(self, variables: set[Any]) -> Rewritten:
         """The same program, but that it returns arrays in the place of products in which one of the variables is."""
         outs = self.groups(self.closed.jaxpr.outvars)
-        used = [any(not isinstance(v, Literal) and v in variables and v.aval.size > 1 for v in vs) for vs in outs]
+        used = [any(within(v, variables) and v.aval.size > 1 for v in vs) for vs in outs]
         pieces = [Piece([True], None, p.shape, p.dtype) if u else p for p, u in zip(self.pieces, used, strict=True)]
 
         def run(*args: Any) -> list[Any]:
-            groups = zip(self.pieces, self.groups(evaluate(self.closed, *args)), used, strict=True)
+            groups = zip(self.pieces, self.groups(run_inlined(self.closed, *args)), used, strict=True)
             return [x for p, arrays, u in groups for x in ([_unpacked(p, arrays).dense()] if u and p.terms else arrays)]
 
         inputs = [jax.core.ShapedArray(v.aval.shape, v.aval.dtype) for v in self.closed.jaxpr.invars]
@@ -462,7 +459,7 @@ def _path_of(evaluator: _Evaluator, v: Any) -> Path:
     if v not in makers:
         return Path("direct", "an input", size)
     e = makers[v]
-    if size <= 1 or any(evaluator.is_batched(x) and x.aval.size >= size for x in e.invars):
+    if size <= 1 or any(evaluator.is_batched(x) and shaped(x).size >= size for x in e.invars):
         return Path("direct", f"no larger than what {e.primitive.name} makes it from", size)
     reason = evaluator.refusals.get(v, f"no rule for {e.primitive.name}")
     return Path("materialised", reason, size)
@@ -657,7 +654,7 @@ class Factored:
         """The outputs for a microbatch, the examples on axis 0."""
         out_axes, rows = self.out_axes, leaves[0].shape[self.axes[0]]
         closed, axes = (self.split.head, self.split.axes(out_axes)) if self.split else (self.program.closed, out_axes)
-        mapped = jax.vmap(lambda *x: evaluate(closed, *consts, *x), self.axes, axes)(*leaves)
+        mapped = jax.vmap(lambda *x: run_inlined(closed, *consts, *x), self.axes, axes)(*leaves)
         mapped = self.split.run(mapped, rows) if self.split else mapped
         groups = list(zip(self.program.groups(mapped), self.program.groups(out_axes), strict=True))
         sums = self._sums(groups, rows)

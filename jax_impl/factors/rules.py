@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from ..program.dataflow import uses
+from ..program.evaluate import shaped
 from ..program.inline import inline
 from ..program.versions import scan_counts
 from .arithmetic import PRODUCTS, one_place
@@ -127,11 +129,7 @@ def loop_sums(e: Any, kinds: dict[Any, str]) -> LoopSums:
     body = inline(e.params["jaxpr"])
     jaxpr = body.jaxpr
     first, carried = scan_counts(e.params)
-    uses: dict[Any, list[Any]] = {}
-    for equation in jaxpr.eqns:
-        for v in equation.invars:
-            if not isinstance(v, Literal):
-                uses.setdefault(v, []).append(equation)
+    read_by = uses(jaxpr)
     outs = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
     parts: dict[int, list[Any]] = {}
     for k in range(carried):
@@ -139,14 +137,14 @@ def loop_sums(e: Any, kinds: dict[Any, str]) -> LoopSums:
             continue
         v, added = jaxpr.invars[first + k], []
         while v is not jaxpr.outvars[k]:
-            found = uses.get(v, [])
+            found = read_by.get(v, [])
             if len(found) != 1 or found[0].primitive.name not in ("add", "add_any") or v in outs:
                 break
             others = [x for x in found[0].invars if x is not v]
-            if len(others) != 1 or isinstance(others[0], Literal) or others[0].aval.shape != v.aval.shape:
+            if len(others) != 1 or isinstance(others[0], Literal) or shaped(others[0]).shape != v.aval.shape:
                 break
             added.append(others[0])
             v = found[0].outvars[0]
-        if v is jaxpr.outvars[k] and outs.count(v) == 1 and not uses.get(v):
+        if v is jaxpr.outvars[k] and outs.count(v) == 1 and not read_by.get(v):
             parts[k] = added
     return LoopSums(body, parts)

@@ -1,4 +1,4 @@
-"""A jaxpr without calls: nested programs are written out, what no output needs is dropped."""
+"""Programs without calls: nested ones are written out, what no output needs is dropped."""
 
 from __future__ import annotations
 
@@ -7,75 +7,72 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-from .evaluate import bind_whole
+from .convolutions import bind_whole
+from .dataflow import Flags, dependent, pruned, scan_dependence, within
+from .evaluate import called, evaluate, shaped
 from .versions import scan_counts
 
-# Primitives of other packages that stand for a program: name -> function of the operands and parameters.
-CALLS: dict[str, Callable[..., Sequence[Any]]] = {}
+_WHOLE: dict[Primitive, Callable[..., Sequence[Any]]] = {}
 
-# Where a primitive that only calls keeps what it calls. Derivative rules (custom_jvp and custom_vjp) are lost: an
-# inlined program is for evaluation.
-BODY = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # in the place of both from jax 0.12 on
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
+
+def stands_for(primitive: Primitive, program: Callable[..., Sequence[Any]]) -> None:
+    """Register a primitive that stays whole in programs but stands for one: a function of operands and parameters.
+
+    To be called where the primitive is defined. Inlining writes the program out.
+    """
+    _WHOLE[primitive] = program
 
 
 def inline(closed: ClosedJaxpr, consts_first: bool = False) -> ClosedJaxpr:
-    """The same program without calls; with ``consts_first`` a function of its constants, then of its inputs.
+    """Return the same program without calls; with ``consts_first`` a function of its constants, then of its inputs.
 
-    Bodies of loops and branches are left as they are.
+    Bodies of loops and branches are left as they are. Derivative rules (custom_jvp and custom_vjp) are lost: an inlined
+    program is for evaluation.
     """
     jaxpr, consts = closed.jaxpr, closed.consts
 
-    def run(*args: Any) -> list[Any]:
+    def flat(*args: Any) -> list[Any]:
         if consts_first:
-            return _run(jaxpr, args[: len(consts)], args[len(consts) :])
-        return _run(jaxpr, consts, args)
+            return _written_out(jaxpr, args[: len(consts)], args[len(consts) :])
+        return _written_out(jaxpr, consts, args)
 
     variables = [*jaxpr.constvars, *jaxpr.invars] if consts_first else jaxpr.invars
-    flat = pruned(jax.make_jaxpr(run)(*(jax.core.ShapedArray(v.aval.shape, v.aval.dtype) for v in variables)))
+    made = pruned(jax.make_jaxpr(flat)(*(jax.core.ShapedArray(shaped(v).shape, shaped(v).dtype) for v in variables)))
     # What was written out may call in its turn.
-    return inline(flat) if any(e.primitive.name in (*BODY, *CALLS) for e in flat.jaxpr.eqns) else flat
+    return inline(made) if any(e.primitive in _WHOLE or called(e) is not None for e in made.jaxpr.eqns) else made
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
-    signed: dict[Any, Any] = {}
-    for equation in jaxpr.eqns:
-        values = list(map(read, equation.invars))
-        name = equation.primitive.name
-        if name == "abs" and equation.outvars[0].aval.dtype == equation.invars[0].aval.dtype:
+def run_inlined(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    """Return the outputs of an inlined program, which may hold types that JAX's own mode would narrow."""
+    return _written_out(closed.jaxpr, closed.consts, args)
+
+
+def _written_out(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    signed: dict[Var, Any] = {}  # what absolute values were taken of
+
+    def compute(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        name, body = equation.primitive.name, called(equation)
+        if name == "abs" and shaped(equation.outvars[0]).dtype == shaped(equation.invars[0]).dtype:
             signed[equation.outvars[0]] = values[0]
         if _is_square(equation):
             # One way to write it, so that sums of squares are found; torch writes pow(x, 2) and |x|².
-            outs = [jax.lax.square(signed.get(equation.invars[0], values[0]))]
-        elif name in CALLS:
-            outs = list(CALLS[name](*values, **equation.params))
-        elif name in BODY:
-            if equation.params.get("differentiated") and equation.params.get("prevent_cse"):
-                # As its lowering does: else XLA would merge the second pass with the first, and keep all of it.
-                values = list(jax.lax.optimization_barrier(tuple(values)))
-            body = equation.params[BODY[name]]
-            outs = _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), values)
-        else:
-            outs = bind_whole(equation, values)
-        env.update(zip(equation.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            operand: Any = equation.invars[0]
+            return [jax.lax.square(signed.get(operand, values[0]))]
+        if equation.primitive in _WHOLE:
+            return list(_WHOLE[equation.primitive](*values, **equation.params))
+        if body is None:
+            return bind_whole(equation, values)
+        if equation.params.get("differentiated") and equation.params.get("prevent_cse"):
+            # As its lowering does: else XLA would merge the second pass with the first, and keep all of it.
+            values = list(jax.lax.optimization_barrier(tuple(values)))
+        return _written_out(body.jaxpr, body.consts, values)
+
+    return evaluate(jaxpr, consts, args, compute)
 
 
-def _is_square(equation: Any) -> bool:
+def _is_square(equation: JaxprEqn) -> bool:
     name, operands = equation.primitive.name, equation.invars
     if name == "integer_pow":
         return equation.params["y"] == 2 and not isinstance(operands[0], Literal)
@@ -84,43 +81,25 @@ def _is_square(equation: Any) -> bool:
     return not jnp.shape(operands[1].val) and bool(operands[1].val == 2)
 
 
-def evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    """The outputs of an inlined program, which may hold types that JAX's own mode would narrow."""
-    return _run(closed.jaxpr, closed.consts, args)
+def batched_variables(jaxpr: Jaxpr, batched: Sequence[bool]) -> set[Var]:
+    """Find the variables of an inlined program that differ between examples; these inputs do, constants do not."""
+
+    def outputs(equation: JaxprEqn, given: Flags) -> Flags:
+        if equation.primitive.name == "scan":
+            return batched_in_scan(equation, given)[1]
+        return [True] * len(equation.outvars)
+
+    return dependent(jaxpr, batched, outputs)
 
 
-def pruned(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without equations that no output needs."""
-    needed = {v for v in closed.jaxpr.outvars if not isinstance(v, Literal)}
-    kept = []
-    for equation in reversed(closed.jaxpr.eqns):
-        if equation.effects or not needed.isdisjoint(equation.outvars):
-            kept.append(equation)
-            needed.update(v for v in equation.invars if not isinstance(v, Literal))
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=kept[::-1]), closed.consts)
-
-
-def batched_variables(jaxpr: Any, batched: Sequence[bool]) -> set[Any]:
-    """Which variables of an inlined jaxpr differ between examples, where these inputs do (constants do not)."""
-    found = {v for v, flag in zip(jaxpr.invars, batched, strict=True) if flag}
-    for equation in jaxpr.eqns:
-        given = [not isinstance(v, Literal) and v in found for v in equation.invars]
-        if not any(given):
-            continue
-        outs = scan_flags(equation, given)[1] if equation.primitive.name == "scan" else [True] * len(equation.outvars)
-        found.update(v for v, flag in zip(equation.outvars, outs, strict=True) if flag)
-    return found
-
-
-def scan_flags(equation: Any, batched: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Which inputs of a scan's body, and which outputs, differ between examples."""
+def batched_in_scan(equation: JaxprEqn, batched: Sequence[bool]) -> tuple[Flags, Flags]:
+    """Find which inputs of a scan's body, and which outputs of the scan, differ between examples."""
     body = inline(equation.params["jaxpr"]).jaxpr
-    consts, carried = scan_counts(equation.params)
-    flags = list(batched)
-    while True:
+
+    def outputs(flags: Flags) -> Flags:
         found = batched_variables(body, flags)
-        outs = [not isinstance(v, Literal) and v in found for v in body.outvars]
-        carry = [a or b for a, b in zip(flags[consts : consts + carried], outs[:carried], strict=True)]
-        if carry == flags[consts : consts + carried]:
-            return flags, [*carry, *outs[carried:]]
-        flags[consts : consts + carried] = carry
+        return [within(v, found) for v in body.outvars]
+
+    flags, outs = scan_dependence(equation, batched, outputs)
+    constants, carried = scan_counts(equation.params)
+    return flags, [*flags[constants : constants + carried], *outs[carried:]]

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from ...bridge.base.versions import bind
+from ...jax_impl.program import evaluate as programs
+from ...jax_impl.program.dataflow import pruned
+from ...jax_impl.program.evaluate import bind, called
 from ...jax_impl.program.versions import scan_counts
 
 See = Callable[[Any, list[Any], list[Any]], None]  # (equation, its inputs, its outputs)
@@ -70,38 +71,21 @@ def evaluate(closed: Any, inputs: Sequence[Any], see: See) -> list[Any]:
     Looks into jitted functions, custom derivatives, checkpoints, and scans of up to 128 steps. Conditionals and other
     loops count as one operation.
     """
-    environment: dict[Any, Any] = {}
 
-    def read(atom: Any) -> Any:
-        return atom.val if hasattr(atom, "val") else environment[atom]
-
-    jaxpr = closed.jaxpr
-    for variable, value in zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True):
-        environment[variable] = value
-    for equation in _used(jaxpr):
-        values = [read(atom) for atom in equation.invars]
+    def compute(equation: Any, values: list[Any]) -> list[Any]:
         outputs = _run(equation, values, see)
         see(equation, values, outputs)
-        for variable, value in zip(equation.outvars, outputs, strict=True):
-            environment[variable] = value
-    return [read(atom) for atom in jaxpr.outvars]
+        return outputs
 
-
-def _used(jaxpr: Any) -> list[Any]:
-    """The operations that the results depend on, in their order."""
-    needed, used = set(map(id, jaxpr.outvars)), []
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or any(id(variable) in needed for variable in equation.outvars):
-            used.append(equation)
-            needed.update(map(id, equation.invars))
-    return used[::-1]
+    used = pruned(closed)
+    return programs.evaluate(used.jaxpr, used.consts, inputs, compute)
 
 
 def _run(equation: Any, values: list[Any], see: See) -> list[Any]:
     name, parameters = equation.primitive.name, equation.params
     if name == "scan" and parameters["length"] <= _UNROLLED:
         return _run_scan(parameters, values, see)
-    inner = _inner(equation)
+    inner = called(equation)
     if inner is not None and not _is_draw(equation):
         return evaluate(inner, values, see)
     return bind(equation, values)
@@ -122,19 +106,6 @@ def _run_scan(parameters: dict[str, Any], values: list[Any], see: See) -> list[A
     return [*carry, *(jnp.stack(column) for column in columns)]
 
 
-def _inner(equation: Any) -> Any:
-    """The program that an operation such as ``jit`` runs once, or None."""
-    if equation.primitive.name in ("scan", "while", "cond"):
-        return None
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = equation.params.get(key)
-        if inner is not None:
-            inner = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
-            if len(inner.jaxpr.invars) == len(equation.invars):
-                return inner
-    return None
-
-
 def _is_draw(equation: Any) -> bool:
     return str(equation.params.get("name", "")).strip("_") == "bernoulli"
 
@@ -143,7 +114,7 @@ def equations(closed: Any) -> Iterator[Any]:
     """All operations of a program, those of its inner programs included, draws taken as one."""
     for equation in closed.jaxpr.eqns:
         yield equation
-        inner = _inner(equation)
+        inner = called(equation)
         inners = [inner] if inner is not None and not _is_draw(equation) else []
         if equation.primitive.name in ("scan", "cond", "while"):
             parts = ("jaxpr", "branches", "body_jaxpr", "cond_jaxpr")
@@ -199,7 +170,7 @@ def coarse_operations(closed: Any) -> dict[str, str]:
     """The dtypes coarser than float64 in which a program computes, each with the line of the first such operation."""
     found: dict[str, str] = {}
     for equation in equations(closed):
-        if equation.primitive.name in _MOVES or _is_draw(equation) or _inner(equation) is not None:
+        if equation.primitive.name in _MOVES or _is_draw(equation) or called(equation) is not None:
             continue
         wide = any(_is_float(atom.aval, 8) for atom in equation.invars)
         for variable in equation.outvars:

@@ -12,7 +12,7 @@ from helpers import marked
 from microbatching_cases import data
 
 from microtome.jax_impl import chunked_vmap, clipped_grad, hessian, jacobian, micro_grad, microbatch
-from microtome.jax_impl.program.evaluate import channels_last, run
+from microtome.jax_impl.program.convolutions import channels_last, run
 from microtome.torch_api import as_jax
 
 KINDS = {
