@@ -129,15 +129,15 @@ class FlatFunction:
                 write(watched.places[effect.place], effect.key, effect.before)
         returned = Structure.split(self._run(tensors), self._is_tensor)[0]
         left: dict[int, Any] = {}
-        for effect in self.effects:
-            if isinstance(effect.after, Bound):
-                found = tensors_in(read_entry(watched.places[effect.place], effect.key))
-                for source, tensor in zip(effect.after.tensors, map(unwrapped, found), strict=True):
-                    if isinstance(source, Made):
-                        left[source.index] = tensor
-                    elif isinstance(source, View) and isinstance(source.base, Made):
-                        with torch._C.DisableTorchFunction():
-                            left.setdefault(source.base.index, whole(tensor))
+        bound = [(e, e.after) for e in self.effects if isinstance(e.after, Bound)]
+        for effect, after in bound:
+            found = tensors_in(read_entry(watched.places[effect.place], effect.key))
+            for source, tensor in zip(after.tensors, map(unwrapped, found), strict=True):
+                if isinstance(source, Made):
+                    left[source.index] = tensor
+                elif isinstance(source, View) and isinstance(source.base, Made):
+                    with torch._C.DisableTorchFunction():
+                        left.setdefault(source.base.index, whole(tensor))
         extra = [left[i] for i in sorted(left) if i >= len(returned)]
         carried = [self.captured[i] for i in self.carried]
         return [*returned, *extra, *(t.view_as(t) for t in carried)]

@@ -121,6 +121,7 @@ class Recorder(ti.TorchDispatchMode):
             raise
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Write an op down, or the smaller ones it is made of; one that depends on no input runs in eager torch."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise TraceError(
                 f"{user_line()}: {func} (control flow such as torch.cond, or a custom op that writes to its arguments) "
@@ -144,10 +145,10 @@ class Recorder(ti.TorchDispatchMode):
                 f"{user_line()}: {func} reads a captured tensor that could not be made an input; pass it in."
             )
         self._refuse_values(func, kwargs)
-        with noting_line():
-            dtype = kernel_dtype(func, args, kwargs, tensors)
         if func in _ALIASES:
             return self._alias(args[0])
+        with noting_line():
+            dtype = kernel_dtype(func, args, kwargs, tensors)
         if func is aten.is_same_size.default:
             return tuple(args[0].shape) == tuple(args[1].shape)
         if func is aten._linalg_check_errors.default:
