@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import gc
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -959,3 +961,33 @@ def test_what_can_be_asked_of_a_function_can_be_asked_of_the_lifted_one() -> Non
     per_example = lift(jax_impl.micro_grad)(loss, batch_argnums=(1, 2), microbatch_size=2)
     assert per_example.explain(params, x, y).paths
     assert per_example.compiled(params, x, y).memory_analysis() is not None
+
+
+_CLIPPED_WITHOUT_THE_TORCH_FACE = """
+import sys
+import torch
+from microtome import jax_impl
+from microtome.bridge import lift
+
+net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+params, x = {k: p.detach() for k, p in net.named_parameters()}, torch.randn(32, 64)
+loss = lambda p, x: torch.func.functional_call(net, p, (x,)).square().sum()
+lifted = lift(jax_impl.clipped_grad)(loss, l2_clip_norm=1.0)
+ours, explained = lifted.compiled(params, x).memory_analysis().temp_size_in_bytes, str(lifted.explain(params, x))
+assert not any(name.startswith("microtome.torch_api") for name in sys.modules)
+
+from microtome import torch_api as mt
+
+clipped = mt.clipped_grad(loss, l2_clip_norm=1.0)
+print(ours, clipped.compiled(params, x).memory_analysis().temp_size_in_bytes, explained.count("factored"))
+"""
+
+
+def test_the_bridge_alone_looks_into_torch_functions() -> None:
+    """Sums over examples know what a traced torch function computes, whatever else of the package is loaded."""
+    command = [sys.executable, "-c", _CLIPPED_WITHOUT_THE_TORCH_FACE]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    ours, face, factored = map(int, result.stdout.split())
+    assert ours == face < 4 * 32 * 64 * 128  # a gradient of the first weight for each example
+    assert factored == 2
