@@ -15,8 +15,10 @@ from jax.extend.core import Literal
 
 from ..program.convolutions import bind_fast
 from ..program.sums import is_narrow, wide
+from .centring import centred
 from .lazy import Lazy, Squares, lazy
 from .moves import placed, repeated
+from .norms import balanced, inner, squared_norm
 from .terms import (
     Factor,
     Label,
@@ -24,15 +26,11 @@ from .terms import (
     Term,
     UnsupportedError,
     Windows,
-    balanced,
-    centred,
-    inner,
     is_half,
     matched,
     narrowed,
     new_label,
     read_at,
-    squared_norm,
     taken,
     whole,
     working,

@@ -12,9 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..program.sums import wide
+from .contract import dense
 from .lazy import Lazy
 from .rules import RULES
-from .terms import Factor, Label, Term, UnsupportedError, Windows, dense, new_label, whole
+from .terms import Factor, Label, Term, UnsupportedError, Windows, new_label, whole
 
 
 def _convolution(ev: Any, e: Any) -> Any:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ..program.sums import wide
-from .terms import Factor, Term, UnsupportedError, consistent, dense, lengths, whole, working
+from .contract import dense
+from .terms import Factor, Term, UnsupportedError, consistent, lengths, whole, working
 
 
 @dataclasses.dataclass(frozen=True)

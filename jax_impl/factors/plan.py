@@ -34,10 +34,12 @@ from ..program.sums import Sum, is_narrow, summed, wide
 from ..program.versions import scan_counts
 from . import convolutions  # noqa: F401  (its rule)
 from .casts import cast_marks, rounds
+from .contract import dense
 from .lazy import Lazy, Squares
+from .merging import merged
 from .one_by_one import dependents, split
 from .rules import ACCEPTS, RULES, adds, loop_sums
-from .terms import Factor, Label, Term, UnsupportedError, dense, merged, new_label, whole, working
+from .terms import Factor, Label, Term, UnsupportedError, new_label, whole, working
 
 _REPEATS = ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose", "slice", "name")
 _MOST_TERMS = 8  # terms that cannot be joined cost one product for each pair
