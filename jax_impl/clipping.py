@@ -29,7 +29,7 @@ from .batches.arguments import (
 from .batches.differentiation import places_to_differentiate, value_and_grad
 from .batches.loop import accumulate, explained
 from .batches.partition import Options
-from .factors.plan import Explanation
+from .factors.explain import Explanation
 from .program.sums import wide
 from .program.trees import PyTree, as_array, check_width, dtype_of, flatten, flatten_with_names, outlined
 

@@ -14,7 +14,7 @@ from .batches.differentiation import places_to_differentiate, value_and_grad
 from .batches.fitting import checked_tree
 from .batches.loop import VmapFn, accumulate, explained
 from .batches.partition import Options
-from .factors.plan import Explanation
+from .factors.explain import Explanation
 from .program.trees import PyTree
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..factors.plan import Explanation, Factored
+from ..factors.explain import Explanation
+from ..factors.factored import Factored
 from ..program import convolutions
 from ..program.dataflow import makers, uses, within
 from ..program.sums import Shared

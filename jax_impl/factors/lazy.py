@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..program.sums import wide
 from .contract import dense
-from .terms import Factor, Term, UnsupportedError, consistent, lengths, whole, working
+from .terms import Factor, Term, consistent, lengths, whole, working
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +76,3 @@ class Squares:
     def dense(self) -> jax.Array:
         """The array."""
         return jnp.square(self.of.dense())
-
-
-def lazy(ev: Any, v: Any) -> Lazy:
-    """The value of a variable, an array as one term."""
-    value = ev.read(v)
-    if isinstance(value, Squares):
-        raise UnsupportedError("squares that are not summed")
-    if isinstance(value, Lazy):
-        return value
-    if ev.is_zero(v):
-        return Lazy(v.aval.shape, v.aval.dtype, ())
-    if not jnp.issubdtype(v.aval.dtype, jnp.floating):
-        raise UnsupportedError(f"an array of {v.aval.dtype.name}")
-    return Lazy(value.shape, value.dtype, (whole(value, ev.is_batched(v)),))

@@ -1,34 +1,37 @@
-"""How products pass uncomputed through operations that move their entries: reshapes, slices, pads, casts."""
+"""How products pass uncomputed through operations that move their entries: reshapes, repetitions, casts."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from ..program.convolutions import bind_fast
+from ..program.evaluate import Atom, shaped
 from ..program.sums import is_narrow
 from .casts import enlarges, holds
-from .lazy import Lazy, lazy
-from .terms import Factor, Label, Places, Term, UnsupportedError, Windows, contiguous, new_label, split_label
+from .lazy import Lazy, Squares
+from .registry import Evaluator, Known, if_lazy, rule
+from .terms import Term, UnsupportedError, new_label, split_label
 
 
-def _transpose(ev: Any, e: Any) -> Lazy:
+@rule("transpose", accepts=if_lazy(0))
+def _transpose(ev: Evaluator, e: JaxprEqn) -> Lazy:
     order = e.params["permutation"]
-    return lazy(ev, e.invars[0]).map(lambda t: t.replace(axes=tuple(t.axes[i] for i in order)), e.outvars[0].aval.shape)
+    moved = lambda t: t.replace(axes=tuple(t.axes[i] for i in order))
+    return ev.lazy(e.invars[0]).map(moved, shaped(e.outvars[0]).shape)
 
 
-def _reshape(ev: Any, e: Any) -> Lazy:
-    shape = e.outvars[0].aval.shape
+@rule("reshape", accepts=if_lazy(0))
+def _reshape(ev: Evaluator, e: JaxprEqn) -> Lazy:
+    shape = shaped(e.outvars[0]).shape
     if e.params.get("dimensions") is not None:
         raise UnsupportedError("a reshape that also transposes")
-    return lazy(ev, e.invars[0]).map(lambda t: _regrouped(t, shape), shape)
+    return ev.lazy(e.invars[0]).map(lambda t: _regrouped(t, shape), shape)
 
 
 def _regrouped(term: Term, shape: Sequence[int]) -> Term:
@@ -52,16 +55,18 @@ def _regrouped(term: Term, shape: Sequence[int]) -> Term:
     return term.replace(axes=tuple(term.axes[0][a:b] for a, b in axes))
 
 
-def _squeeze(ev: Any, e: Any) -> Lazy:
-    shape = e.outvars[0].aval.shape
-    return lazy(ev, e.invars[0]).map(lambda t: _regrouped(t, shape), shape)
+@rule("squeeze", accepts=if_lazy(0))
+def _squeeze(ev: Evaluator, e: JaxprEqn) -> Lazy:
+    shape = shaped(e.outvars[0]).shape
+    return ev.lazy(e.invars[0]).map(lambda t: _regrouped(t, shape), shape)
 
 
-def _broadcast(ev: Any, e: Any) -> Any:
+@rule("broadcast_in_dim", accepts=if_lazy(0))
+def _broadcast(ev: Evaluator, e: JaxprEqn) -> Any:
     v, shape, where = e.invars[0], e.params["shape"], e.params["broadcast_dimensions"]
     if isinstance(v, Literal) or not ev.is_batched(v):
         return bind_fast(e, [ev.array(v)])[0]
-    return repeated(lazy(ev, v), shape, where)
+    return repeated(ev.lazy(v), shape, where)
 
 
 def repeated(value: Lazy, shape: Sequence[int], where: Sequence[int]) -> Lazy:
@@ -86,9 +91,10 @@ def repeated(value: Lazy, shape: Sequence[int], where: Sequence[int]) -> Lazy:
     return value.map(spread, shape)
 
 
-def _convert(ev: Any, e: Any) -> Any:
+@rule("convert_element_type", accepts=if_lazy(0))
+def _convert(ev: Evaluator, e: JaxprEqn) -> Any:
     v, dtype = e.invars[0], jnp.dtype(e.params["new_dtype"])
-    given = v.aval.dtype
+    given = shaped(v).dtype
     exact = holds(dtype, given)
     if not isinstance(ev.read(v), Lazy) and not exact:
         return bind_fast(e, [ev.array(v)])[0]
@@ -96,7 +102,7 @@ def _convert(ev: Any, e: Any) -> Any:
         raise UnsupportedError(f"a cast to {dtype.name}")
     if not exact and is_narrow(dtype) and not _was(ev, v, dtype):
         raise UnsupportedError(f"a cast to {dtype.name}, which large numbers do not fit")
-    value = lazy(ev, v)
+    value = ev.lazy(v)
     if (dtype == jnp.float64 and given != dtype) or jnp.finfo(given).bits < 16:  # einsum does not promote 8 bits
 
         def widened(t: Term) -> Term:
@@ -107,13 +113,13 @@ def _convert(ev: Any, e: Any) -> Any:
     return Lazy(value.shape, dtype, value.terms)
 
 
-def _was(ev: Any, v: Any, dtype: Any) -> bool:
+def _was(ev: Evaluator, v: Atom, dtype: Any) -> bool:
     """Whether a variable is what was of this dtype, scaled or masked: what a half-precision gradient is clipped by."""
     while not isinstance(v, Literal) and v in ev.makers:
         e = ev.makers[v]
         name = e.primitive.name
         if name == "convert_element_type":
-            return bool(e.invars[0].aval.dtype == dtype)
+            return bool(shaped(e.invars[0]).dtype == dtype)
         if name not in ("mul", "div", "neg", "select_n", "copy", "name"):
             return False
         lazies = [x for x in e.invars if not isinstance(x, Literal) and isinstance(ev.read(x), Lazy)]
@@ -123,213 +129,19 @@ def _was(ev: Any, v: Any, dtype: Any) -> bool:
     return False
 
 
-def _same(ev: Any, e: Any) -> Lazy:
-    return lazy(ev, e.invars[0])
+@rule("copy", "copy_p", "name", accepts=if_lazy(0))
+def _same(ev: Evaluator, e: JaxprEqn) -> Lazy:
+    return ev.lazy(e.invars[0])
 
 
-def _on_label(term: Term, label: Label, change: Callable[[Any, int], Any], entry: bool = False) -> Term:
-    """The term with every factor that has the label changed along it; ``entry`` where one index array has it too."""
-    if sum(label in p.labels for p in term.places.values()) > entry:
-        raise UnsupportedError("an axis that indices depend on")
-    factors = []
-    for f in term.factors:
-        if label in f.labels:
-            if isinstance(f, Windows):
-                f = f.expanded()
-            f = dataclasses.replace(f, array=change(f.array, f.labels.index(label)))
-        factors.append(f)
-    return term.replace(factors=tuple(factors))
+def _of_barrier(e: JaxprEqn, i: int, known: Known) -> str:
+    return "lazy" if known.is_lazy(e.outvars[i]) else ""
 
 
-def _reverse(ev: Any, e: Any) -> Lazy:
-    dimensions = e.params["dimensions"]
-
-    def reverse(t: Term) -> Term:
-        for label in [x for d in dimensions for x in t.axes[d]]:
-            if label in t.places or t.out.count(label) > 1:
-                raise UnsupportedError("a reversed axis that is indexed")
-            t = t.replace(factors=tuple(_flipped_taps(f, label) for f in t.factors))
-            if not any(isinstance(f, Windows) and label in f.tap_labels for f in t.factors):
-                t = _on_label(t, label, lambda array, i: jnp.flip(array, i))
-        return t
-
-    return lazy(ev, e.invars[0]).map(reverse)
-
-
-def _flipped_taps(f: Factor, label: Label) -> Factor:
-    if not isinstance(f, Windows) or label not in f.tap_labels:
-        return f
-    axis = f.tap_labels.index(label)
-    return dataclasses.replace(f, flipped=tuple(flip != (i == axis) for i, flip in enumerate(f.flipped)))
-
-
-def _slice(ev: Any, e: Any) -> Lazy:
-    given, shape = e.invars[0].aval.shape, e.outvars[0].aval.shape
-    starts, stops = e.params["start_indices"], e.params["limit_indices"]
-    strides = e.params["strides"] or (1,) * len(given)
-
-    def cut(t: Term | None) -> Term | None:
-        for d, (n, a, b, s) in enumerate(zip(given, starts, stops, strides, strict=True)):
-            if t is not None and (a, b, s) != (0, n, 1):
-                t = sliced(t, d, a, b, s)
-        return t
-
-    # Fresh names: the old ones may stand for the full length elsewhere.
-    return lazy(ev, e.invars[0]).map(lambda t: cut(t.fresh()), shape)
-
-
-def sliced(term: Term, axis: int, start: int, stop: int, stride: int = 1) -> Term | None:
-    """``term[start:stop:stride]`` along an axis; None where nothing but zeros is left."""
-    labels, length = term.axes[axis], len(range(start, stop, stride))
-    if len(labels) != 1 or term.out.count(labels[0]) > 1:
-        raise UnsupportedError("a slice of a merged axis")
-    label = labels[0]
-    if label in term.places:
-        p = term.places[label]
-        if not p.static or stride != 1:
-            raise UnsupportedError("a slice of an axis that is indexed")
-        inside = np.flatnonzero((p.index >= start) & (p.index < stop))
-        if not len(inside):
-            return None
-        if len(p.labels) != 1 or not contiguous(inside):
-            raise UnsupportedError("a slice of an axis that is indexed")
-        first, last = int(inside[0]), int(inside[-1]) + 1
-        entry, places = p.labels[0], {x: q for x, q in term.places.items() if x != label}
-        term = _on_label(term, entry, lambda x, i: jax.lax.slice_in_dim(x, first, last, axis=i), entry=True)
-        index = p.index[first:last] - start
-        if len(index) < length:
-            places[label] = dataclasses.replace(p, index=index, size=length)
-            return term.replace(places=places, sizes=term.sizes | {entry: len(index), label: length})
-        axes = tuple((entry,) if axis_labels == labels else axis_labels for axis_labels in term.axes)
-        term, label = term.replace(places=places, axes=axes), entry
-    else:
-        term = _on_label(term, label, lambda x, i: jax.lax.slice_in_dim(x, start, stop, stride, axis=i))
-    term = term.replace(sizes=term.sizes | {label: length})
-    return _on_label_dropped(term, label) if length == 1 else term
-
-
-def _split(ev: Any, e: Any) -> list[Lazy]:
-    axis, value, start, parts = e.params["axis"], lazy(ev, e.invars[0]), 0, []
-    for v, n in zip(e.outvars, e.params["sizes"], strict=True):
-        shape = v.aval.shape
-        cut = lambda t, start=start, n=n: sliced(t.fresh(), axis, start, start + n, 1)
-        parts.append(value.map(cut, shape))
-        start += n
-    return parts
-
-
-def _without_axis(term: Term | None, axis: int) -> Term | None:
-    return None if term is None else term.replace(axes=(*term.axes[:axis], *term.axes[axis + 1 :]))
-
-
-def _unstack(ev: Any, e: Any) -> list[Lazy]:
-    axis, value = e.params["axis"], lazy(ev, e.invars[0])
-    shape = e.outvars[0].aval.shape
-    if len(e.outvars) == 1:
-        return [value.map(lambda t: _without_axis(t, axis), shape)]
-
-    def cut(t: Term, i: int) -> Term | None:
-        return _without_axis(sliced(t.fresh(), axis, i, i + 1), axis)
-
-    return [value.map(functools.partial(cut, i=i), shape) for i in range(len(e.outvars))]
-
-
-def _stack(ev: Any, e: Any) -> Lazy:
-    axis, count, shape = e.params["axis"], len(e.invars), e.outvars[0].aval.shape
-    total = Lazy(shape, e.outvars[0].aval.dtype, ())
-
-    def put(t: Term, i: int) -> Term:
-        t = t.replace(axes=(*t.axes[:axis], (), *t.axes[axis:]))
-        return t if count == 1 else placed(t, axis, i, count)
-
-    for i, v in enumerate(e.invars):
-        total = total.plus(lazy(ev, v).map(functools.partial(put, i=i)), True)
-    return total
-
-
-def _on_label_dropped(term: Term, label: Label) -> Term:
-    """The term without a label of length 1."""
-    factors = []
-    for f in term.factors:
-        if label in f.labels:
-            i = f.labels.index(label)
-            f = Factor(jnp.squeeze(f.array, i), (*f.labels[:i], *f.labels[i + 1 :]), f.batched)
-        factors.append(f)
-    axes = tuple(tuple(x for x in axis if x != label) for axis in term.axes)
-    sizes = {x: n for x, n in term.sizes.items() if x != label}
-    scale = (*term.scale, *(f for f in factors if not f.labels))
-    return term.replace(factors=tuple(f for f in factors if f.labels), axes=axes, sizes=sizes, scale=scale)
-
-
-def placed(term: Term, axis: int, start: int, size: int, stride: int = 1) -> Term:
-    """The term put at every ``stride``-th entry from ``start`` of an axis of length ``size``, the rest being zero."""
-    labels = term.axes[axis]
-    if len(labels) > 1:
-        raise UnsupportedError("a merged axis that is padded")
-    out = new_label()
-    places, sizes = dict(term.places), term.sizes | {out: size}
-    if labels and labels[0] in places:
-        old = places.pop(labels[0])
-        index = old.index * stride + start
-        index = index if old.static else jnp.where(old.index < old.size, index, size)
-        places[out] = dataclasses.replace(old, index=index, size=size)
-    else:
-        n = term.sizes[labels[0]] if labels else 1
-        entry = labels or (new_label(),)
-        sizes[entry[0]] = n
-        places[out] = Places(start + stride * np.arange(n), entry, size, False)
-        if not labels:
-            term = term.replace(factors=(*term.factors, Factor(jnp.ones(1), entry, False)))
-    axes = (*term.axes[:axis], (out,), *term.axes[axis + 1 :])
-    return term.replace(axes=axes, places=places, sizes=sizes)
-
-
-def _pad(ev: Any, e: Any) -> Lazy:
-    if not ev.is_zero(e.invars[1]):
-        raise UnsupportedError("padding that is not zero")
-    shape = e.outvars[0].aval.shape
-
-    def pad(t: Term | None) -> Term | None:
-        for d, (low, high, interior) in enumerate(e.params["padding_config"]):
-            if t is None or (low, high, interior) == (0, 0, 0):
-                continue
-            if low < 0 or high < 0:
-                if interior:
-                    raise UnsupportedError("padding between entries that also cuts")
-                length = e.invars[0].aval.shape[d]
-                t = sliced(t.fresh(), d, max(-low, 0), length - max(-high, 0))
-            if t is not None and (low > 0 or high > 0 or interior):
-                t = placed(t, d, max(low, 0), shape[d], interior + 1)
-        return t
-
-    return lazy(ev, e.invars[0]).map(pad, shape)
-
-
-def _concatenate(ev: Any, e: Any) -> Lazy:
-    shape, axis = e.outvars[0].aval.shape, e.params["dimension"]
-    total, start = Lazy(shape, e.outvars[0].aval.dtype, ()), 0
-    for v in e.invars:
-        part = lazy(ev, v)
-        total = total.plus(part.map(functools.partial(placed, axis=axis, start=start, size=shape[axis])), True)
-        start += v.aval.shape[axis]
-    return total
-
-
-# By the name of the primitive.
-MOVES: dict[str, Callable[[Any, Any], Any]] = {
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "broadcast_in_dim": _broadcast,
-    "convert_element_type": _convert,
-    "copy": _same,
-    "copy_p": _same,
-    "name": _same,
-    "rev": _reverse,
-    "slice": _slice,
-    "split": _split,
-    "stack": _stack,
-    "unstack": _unstack,
-    "pad": _pad,
-    "concatenate": _concatenate,
-}
+@rule("optimization_barrier", accepts=_of_barrier)
+def _barrier(ev: Evaluator, e: JaxprEqn) -> list[Any]:
+    values = [ev.read(v) for v in e.invars]
+    arrays = [i for i, x in enumerate(values) if not isinstance(x, (Lazy, Squares))]
+    for i, x in zip(arrays, jax.lax.optimization_barrier([values[i] for i in arrays]), strict=True):
+        values[i] = x
+    return values

@@ -97,7 +97,7 @@ def dependents(closed: ClosedJaxpr, batched: Sequence[bool]) -> set[Any]:
     found = {v for e in closed.jaxpr.eqns if _marks(e) for v in e.outvars if v in varying}
     entries, least = sum(v.aval.size for v in found), _LEAST
     for e in closed.jaxpr.eqns:
-        read = [v.aval.size for v in e.invars if within(v, found)]
+        read = [shaped(v).size for v in e.invars if within(v, found)]
         if read and e.effects:
             return set()  # what is printed, say, keeps its order
         if read:
@@ -158,6 +158,6 @@ def _extend(jaxpr: Any, varying: set[Any], inside: set[Any]) -> None:
         name = e.primitive.name
         own = [x for x in e.invars if within(x, varying)]
         moves = name in _MOVES or (name == "mul" and len(own) == 1)  # the same for all, but for a number
-        if len(e.outvars) == 1 and (moves or (name in _PRODUCTS and sum(shaped(x).size for x in own) < v.aval.size)):
+        if len(e.outvars) == 1 and (moves or (name in _PRODUCTS and sum(shaped(x).size for x in own) < shaped(v).size)):
             inside.add(v)
             waiting += [x for x in e.invars if moves]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -14,7 +14,7 @@ Flags: TypeAlias = list[bool]
 Dependence: TypeAlias = Callable[[JaxprEqn, Flags], Flags]  # an equation, which operands -> which outputs
 
 
-def within(atom: Atom, variables: Container[Var]) -> bool:
+def within(atom: Atom, variables: Container[Var]) -> TypeGuard[Var]:
     """Tell whether an operand is one of the variables; a literal, which has no hash, is none."""
     return not isinstance(atom, Literal) and atom in variables
 

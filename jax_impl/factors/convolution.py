@@ -10,15 +10,18 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
+from ..program.evaluate import shaped
 from ..program.sums import wide
 from .contract import dense
 from .lazy import Lazy
-from .rules import RULES
+from .registry import Evaluator, rule
 from .terms import Factor, Label, Term, UnsupportedError, Windows, new_label, whole
 
 
-def _convolution(ev: Any, e: Any) -> Any:
+@rule("conv_general_dilated", accepts=None)  # of two arrays
+def _convolution(ev: Evaluator, e: JaxprEqn) -> Any:
     """``out[n, f, k] = sum over c, s of lhs[n, c, k * stride + s * dilation] rhs[f, c, s]``, with groups."""
     left, right = e.invars
     if not (ev.is_batched(left) and ev.is_batched(right)):
@@ -27,7 +30,7 @@ def _convolution(ev: Any, e: Any) -> Any:
     numbers, groups, batch_groups = p["dimension_numbers"], p["feature_group_count"], p["batch_group_count"]
     lhs = ev.array(left).transpose(numbers.lhs_spec)
     rhs = ev.array(right).transpose(numbers.rhs_spec)
-    out = e.outvars[0].aval
+    out = shaped(e.outvars[0])
     taps = tuple(out.shape[d] for d in numbers.out_spec[2:])
     if 0 in out.shape:
         raise UnsupportedError("an empty array")
@@ -74,6 +77,3 @@ def _convolution(ev: Any, e: Any) -> Any:
         array = dense(term, wide(out.dtype)).astype(out.dtype)
         return Lazy(out.shape, out.dtype, (whole(array, True),))
     return value
-
-
-RULES["conv_general_dilated"] = _convolution
