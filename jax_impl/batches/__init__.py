@@ -13,5 +13,6 @@ In the order in which the data passes through:
 5. :mod:`accumulation` and :mod:`fitting`: how the outputs become one result, and a tree of accumulators fitted to the
    tree of the outputs.
 
-:mod:`slices` is the simpler loop of chunks and blocks, which write their results one slice after another.
+:mod:`slices` is the simpler loop of chunks and blocks, which write their results one slice after another. Jacobians and
+Hessians are batches of columns or rows: :mod:`matrices` checks and flattens, :mod:`blocks` cuts and fills.
 """
