@@ -20,20 +20,17 @@ from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.dtypes import torch_dtype
 from ..bridge.memory.trees import Rows, flatten, to_jax_tree, to_torch_tree
 from ..bridge.watch.walk import is_traced
-from ..jax_impl.derivatives import (
+from ..jax_impl.batches.blocks import (
     Layout,
     Matrix,
     block_bytes,
     check_array,
     check_no_overlap,
-    check_one_size,
-    coordinates,
-    hessian_matrix,
-    jacobian_matrix,
     largest_block,
     progress_bar,
     temporary_bytes,
 )
+from ..jax_impl.batches.matrices import check_one_size, coordinates, hessian_matrix, jacobian_matrix
 from .calls import Fun, numbers_to_tensors
 
 Out = torch.Tensor | np.ndarray

@@ -27,7 +27,7 @@ def _negative(ev: Evaluator, e: JaxprEqn) -> Lazy:
 
 
 def adds(e: JaxprEqn) -> bool:
-    """Whether an equation only adds."""
+    """Tell whether an equation only adds."""
     return e.primitive.name in ("add", "add_any", "sub")
 
 
@@ -42,7 +42,7 @@ def _add(ev: Evaluator, e: JaxprEqn) -> Lazy:
 
 
 def _number(ev: Evaluator, v: Atom) -> Any:
-    """The number that a variable repeats, or None."""
+    """Return the number that a variable repeats, or None."""
     if isinstance(v, Literal) or not shaped(v).shape:
         value = ev.array(v)
         return value if not jnp.shape(value) else None
@@ -70,13 +70,13 @@ def _multiply(ev: Evaluator, e: JaxprEqn) -> Any:
 
 
 def _scaled(ev: Evaluator, v: Atom, shape: Sequence[int], number: Any, batched: bool) -> Lazy:
-    """A variable times a number, of this shape: the operands of a product are repeated along axes of length 1."""
+    """Multiply a variable by a number, at this shape: operands of a product are repeated along axes of length 1."""
     value = ev.lazy(v)
     return repeated(value, shape, range(len(shape) - len(value.shape), len(shape))).times(number, batched)
 
 
 def product(a: Term, b: Term) -> Term:
-    """The product entry by entry."""
+    """Return the product entry by entry."""
     if sum(f.batched for f in a.factors) < sum(f.batched for f in b.factors):
         a, b = b, a
     if b.places:
@@ -97,13 +97,13 @@ def product(a: Term, b: Term) -> Term:
 
 
 def of_products(*dtypes: Any) -> Any:
-    """The dtype for products that the program itself never forms: those of float16 and smaller may not fit it."""
+    """Return the dtype for products that the program itself never forms: those of float16 may not fit it."""
     roomy = [wide(dtype) if is_narrow(dtype) else dtype for dtype in dtypes]
     return functools.reduce(jnp.promote_types, roomy)
 
 
 def absorbed(term: Term, extra: Sequence[Factor]) -> Term:
-    """The term with more factors, each multiplied into one that has its labels, if there is one."""
+    """Return the term with more factors, each multiplied into one that has its labels, if there is one."""
     factors = list(term.factors)
     for f in [narrowed(f, term) for f in extra]:
         fits = [
@@ -135,7 +135,7 @@ def absorbed(term: Term, extra: Sequence[Factor]) -> Term:
 
 
 def _masked(g: Factor, mask: Factor) -> Factor:
-    """The factor without what the mask leaves nothing of, which may be NaN."""
+    """Return the factor without what the mask leaves nothing of, which may be NaN."""
     twice = any(len(set(f.labels)) < len(f.labels) for f in (g, mask))
     if twice or not set(g.labels) & set(mask.labels) or isinstance(g, Windows):
         return g

@@ -24,7 +24,7 @@ Marks = dict[Any, frozenset[str]]
 
 
 def holds(dtype: Any, given: Any) -> bool:
-    """Whether a floating-point type has all numbers of another."""
+    """Tell whether a floating-point type has all numbers of another."""
     if not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(given, jnp.floating)):
         return False
     ours, theirs = jnp.finfo(dtype), jnp.finfo(given)
@@ -37,14 +37,14 @@ def _reaches(dtype: Any, given: Any) -> bool:
 
 
 def enlarges(e: Any) -> bool:
-    """Whether an equation multiplies by a number above one: then a large number may not fit a cast any more."""
+    """Tell whether an equation multiplies by a number above one: then a large number may not fit a cast any more."""
     numbers = [abs(np.asarray(x.val)).max() for x in e.invars if isinstance(x, Literal) and np.size(x.val)]
     inverse = e.primitive.name == "div"
     return e.primitive.name in ("mul", "div") and any(n < 1 if inverse else n > 1 for n in numbers)
 
 
 def cast_marks(jaxpr: Any) -> Marks:
-    """What the casts of a program have done to each of its variables."""
+    """Return what the casts of a program have done to each of its variables."""
     marks: Marks = {}
     for e in jaxpr.eqns:
         found = frozenset[str]().union(*(_of(marks, v) for v in e.invars))
@@ -73,7 +73,7 @@ def _cast(found: frozenset[str], given: Any, dtype: Any) -> frozenset[str]:
 
 
 def rounds(e: Any, i: int, marks: Marks, batched: set[Any]) -> str:
-    """Why the operand of an equation has to be rounded as the program says; "" where it has not."""
+    """Return why the operand of an equation has to be rounded as the program says; "" where it has not."""
     name, own, found = e.primitive.name, _of(marks, e.invars[i]), [_of(marks, v) for v in e.invars]
     # Autodiff's own sums (add_any) are of parts of one gradient, which no part cancels.
     sums = name in ("add", "sub") or (name.startswith("scatter") and e.invars[0] in batched)

@@ -17,7 +17,7 @@ from .terms import Factor, Label, Term, Windows, is_half, narrowed
 
 
 def centred(terms: Sequence[Term], dtype: Any) -> tuple[Term, ...]:
-    """The same sum, of terms whose norms do not cancel where those of inputs with an offset do.
+    """Return the same sum, of terms whose norms do not cancel where those of inputs with an offset do.
 
     Inputs with an offset, or that are almost equal, have products far larger than what is left of them where the
     cotangents add up to zero. So each product becomes one of factors without what their rows have in common, and one
@@ -58,7 +58,7 @@ def _centred(term: Term, dtype: Any) -> list[Term]:
 
 
 def _apart(term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequence[Label], dtype: Any) -> list[Term]:
-    """What of two factors is orthogonal to one direction along some of the labels that they meet in, and what is not.
+    """Split two factors: what is orthogonal to one direction along some of the labels that they meet in, and the rest.
 
     Rows of both are brought to about the same size first, so that none loses digits beside a larger one whose partner
     is smaller; the direction is that of these sizes, so that of rows with an offset nothing is left but what they
@@ -92,7 +92,7 @@ def _apart(term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequ
 
 
 def _exponents(f: Factor, met: Sequence[Label], axes: tuple[int, ...], dtype: Any) -> Any:
-    """The size of each row of a factor as a power of four of the largest one's, ``[met]``."""
+    """Return the size of each row of a factor as a power of four of the largest one's, ``[met]``."""
     array, own = f.array.astype(dtype), tuple(i for i, x in enumerate(f.labels) if x not in met)
     if jnp.iscomplexobj(array):
         sizes = jnp.max(jnp.abs(array), own)

@@ -17,7 +17,7 @@ _EXAMPLES = 16  # in the count of operations: what all examples share is done on
 
 
 def dense(term: Term, dtype: Any) -> Any:
-    """The term as an array."""
+    """Return the term as an array."""
     shape = lengths(term)
     found = over_taps([term], lambda part: dense(part, dtype))
     if found is not None:
@@ -38,7 +38,7 @@ def dense(term: Term, dtype: Any) -> Any:
 
 
 def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], entries: list[Label]) -> Any:
-    """``[entries, plain] -> [spread, plain]``: the entries added at their places."""
+    """Add entries at their places, ``[entries, plain] -> [spread, plain]``."""
     places = [term.places[x] for x in spread]
     if all(
         p.static and contiguous(p.index) and p.labels == (k,) for p, k in zip(places, entries, strict=False)
@@ -57,7 +57,7 @@ def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], en
 
 
 def einsum(factors: Sequence[Factor], out: Sequence[Label], sizes: dict[Label, int], dtype: Any, precision: Any) -> Any:
-    """The factors contracted to the labels ``out``, in the cheapest order."""
+    """Return the factors contracted to the labels ``out``, in the cheapest order."""
     numbers: dict[Label, int] = {}
     number = lambda labels: [numbers.setdefault(x, len(numbers)) for x in labels]
     operands: list[Any] = []
@@ -87,7 +87,7 @@ def einsum(factors: Sequence[Factor], out: Sequence[Label], sizes: dict[Label, i
 def cheapest_path(
     groups: Sequence[tuple[Label, ...]], batched: Sequence[bool], out: Sequence[Label], sizes: dict[Label, int]
 ) -> tuple[Any, float]:
-    """The cheapest order of a contraction, and its multiplications for each example."""
+    """Return the cheapest order of a contraction, and its multiplications for each example."""
     groups = [tuple(x for x in dict.fromkeys(g) if sizes[x] != 1) for g in groups]
     present = dict.fromkeys(x for g in groups for x in g)
     symbols = {x: opt_einsum.get_symbol(i + 1) for i, x in enumerate(present)}
@@ -111,12 +111,12 @@ def scaled(value: Any, scale: Sequence[Factor]) -> Any:
 
 
 def entries_of(term: Term) -> list[Label]:
-    """The labels that tell the entries of the result apart, of those that stand in it at known places."""
+    """Return the labels that tell the entries of the result apart, of those that stand in it at known places."""
     return [k for x in term.out for k in (term.places[x].labels if x in term.places else (x,))]
 
 
 def is_direct(term: Term) -> bool:
-    """Whether the squared norm is taken from the array itself."""
+    """Tell whether the squared norm is taken from the array itself."""
     entries = entries_of(term)
     if not all(p.static for p in term.places.values()) or len(set(entries)) < len(entries):
         return False

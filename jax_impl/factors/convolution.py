@@ -22,7 +22,7 @@ from .terms import Factor, Label, Term, UnsupportedError, Windows, new_label, wh
 
 @rule("conv_general_dilated", accepts=None)  # of two arrays
 def _convolution(ev: Evaluator, e: JaxprEqn) -> Any:
-    """``out[n, f, k] = sum over c, s of lhs[n, c, k * stride + s * dilation] rhs[f, c, s]``, with groups."""
+    """Compute ``out[n, f, k] = sum over c, s of lhs[n, c, k * stride + s * dilation] rhs[f, c, s]``, with groups."""
     left, right = e.invars
     if not (ev.is_batched(left) and ev.is_batched(right)):
         raise UnsupportedError("an operand that all examples share")

@@ -160,7 +160,7 @@ class _Tracer:
         return (bind_mapped if kernels else bind_fast)(e, [self.array(v) for v in e.invars])
 
     def _only_arrays(self, e: JaxprEqn) -> bool:
-        """Whether an equation adds up arrays that are there, or scales one in half precision, and makes no larger one.
+        """Tell whether an equation adds up arrays that are there, or scales one in half precision, to no larger one.
 
         As factors they would be added in another order, and scaled by several numbers at once.
         """
@@ -217,7 +217,7 @@ def _is_zero(constant: Any) -> bool:
 
 
 def _path_of(evaluator: _Tracer, v: Atom) -> Path:
-    """How an output that is an array came about: from where it was made, moves of axes aside."""
+    """Return how an output that is an array came about: from where it was made, moves of axes aside."""
     makers = evaluator.makers
     while not isinstance(v, Literal) and v in makers and v not in evaluator.paths:
         e = makers[v]

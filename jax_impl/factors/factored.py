@@ -45,7 +45,7 @@ class Factored:
         self.out_axes = self._example_axes()
 
     def _example_axes(self) -> list[int | None]:
-        """Where the examples stand in each output; what a loop stacked has them behind its steps, and keeps them."""
+        """Find where the examples stand in each output; what a loop stacked has them behind its steps."""
         jaxpr = self.program.closed.jaxpr
         scans = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
         stacked = {v for e in scans for v in e.outvars[scan_counts(e.params)[1] :]}
@@ -61,13 +61,13 @@ class Factored:
         return axes
 
     def is_kept_for_one(self) -> list[bool]:
-        """Which outputs are made and summed for one example after another, and so kept for one alone."""
+        """Return which outputs are made and summed for one example after another, and so kept for one alone."""
         places = self.split.places if self.split else []
         alone = [i in places for i in range(len(self.program.closed.jaxpr.outvars))]
         return [all(group) for group in self.program.groups(alone)]
 
     def __call__(self, consts: Sequence[Any], *leaves: Any) -> list[Any]:
-        """The outputs for a microbatch, the examples on axis 0."""
+        """Return the outputs for a microbatch, the examples on axis 0."""
         out_axes, rows = self.out_axes, leaves[0].shape[self.axes[0]]
         closed, axes = (self.split.head, self.split.axes(out_axes)) if self.split else (self.program.closed, out_axes)
         mapped = jax.vmap(lambda *x: run_inlined(closed, *consts, *x), self.axes, axes)(*leaves)
@@ -87,7 +87,7 @@ class Factored:
         return outs
 
     def _sums(self, groups: Sequence[tuple[list[Any], list[int | None]]], rows: int) -> dict[int, Sum]:
-        """The sums of the pieces that are factors, in a loop on CPU one after another; see :mod:`weighted`."""
+        """Return the sums of the pieces that are factors, in a loop on CPU one after another; see :mod:`weighted`."""
         pieces = self.program.pieces
         variables = self.program.groups(self.program.closed.jaxpr.outvars)
         sums: dict[int, Sum] = {}

@@ -39,12 +39,12 @@ class Lazy:
         )
 
     def fits(self, aval: Any) -> bool:
-        """Whether it stands for an array of this kind: its terms have the shape, and factors that of their labels."""
+        """Tell whether it stands for an array of this type: its terms have the shape, factors that of their labels."""
         same = self.shape == aval.shape and self.dtype == aval.dtype
         return same and all(lengths(t) == self.shape and consistent(t) for t in self.terms)
 
     def dense(self) -> jax.Array:
-        """The array."""
+        """Return the array."""
         total = jnp.zeros(self.shape, self.dtype)
         for i, term in enumerate(self.terms):
             part = dense(term, working([term], self.dtype))
@@ -52,17 +52,17 @@ class Lazy:
         return total.astype(self.dtype)
 
     def map(self, change: Callable[[Term], Term | None], shape: Sequence[int] | None = None) -> Lazy:
-        """The sum of the changed terms; None drops one."""
+        """Return the sum of the changed terms; None drops one."""
         terms = tuple(t for t in map(change, self.terms) if t is not None)
         return Lazy(self.shape if shape is None else tuple(shape), self.dtype, terms)
 
     def plus(self, value: Any, batched: bool) -> Lazy:
-        """The sum with another lazy value, or with an array."""
+        """Return the sum with another lazy value, or with an array."""
         terms = value.terms if isinstance(value, Lazy) else (whole(value, batched),)
         return Lazy(self.shape, self.dtype, (*self.terms, *terms))
 
     def times(self, scalar: Any, batched: bool) -> Lazy:
-        """The product with a number."""
+        """Return the product with a number."""
         factor = Factor(jnp.asarray(scalar, wide(self.dtype) if isinstance(scalar, float) else None), (), batched)
         return self.map(lambda t: t.replace(scale=(*t.scale, factor)))
 
@@ -74,5 +74,5 @@ class Squares:
     of: Lazy
 
     def dense(self) -> jax.Array:
-        """The array."""
+        """Return the array."""
         return jnp.square(self.of.dense())

@@ -17,7 +17,7 @@ FEW = 4  # a pair, a triplet: what a loss may compare
 
 
 def merged(terms: Sequence[Term], shared: bool = False) -> tuple[Term, ...]:
-    """Terms that differ only in what they sum over as one, its factors joined along that axis.
+    """Join terms that differ only in what they sum over, their factors along that axis.
 
     With ``shared`` also those whose factors are the same for all examples, where only a norm will be taken.
     """
@@ -29,13 +29,13 @@ def merged(terms: Sequence[Term], shared: bool = False) -> tuple[Term, ...]:
 
 
 def _kept(term: Term) -> list[Label]:
-    """The labels that are not summed over, row-major: those of known places stand for the axis that they are put in."""
+    """Return the labels not summed over, row-major: those of known places stand for the axis that they are put in."""
     placed = {x: p.labels for x, p in term.places.items() if p.static}
     return [k for x in term.out for k in placed.get(x, (x,))]
 
 
 def _kind(term: Term, shared: bool) -> Any:
-    """What terms have to share to be joined; None for one that cannot be."""
+    """Return what terms have to share to be joined; None for one that cannot be."""
     out, places = _kept(term), {x: p for x, p in term.places.items() if not p.static}
     summed = {x for f in term.factors for x in f.labels} | {k for p in places.values() for k in p.labels}
     summed = {x for x in summed - set(out) if term.sizes[x] != 1}
@@ -97,7 +97,7 @@ def _joined(terms: Sequence[Term]) -> Term:
 
 
 def folded(term: Term) -> Term:
-    """The term with its scale multiplied into the smallest factor."""
+    """Return the term with its scale multiplied into the smallest factor."""
     if not term.scale or not term.factors:
         return term
     factors = list(term.factors)

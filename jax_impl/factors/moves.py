@@ -35,7 +35,7 @@ def _reshape(ev: Evaluator, e: JaxprEqn) -> Lazy:
 
 
 def _regrouped(term: Term, shape: Sequence[int]) -> Term:
-    """The term with its labels, in order, distributed over axes of these lengths."""
+    """Return the term with its labels, in order, distributed over axes of these lengths."""
     term = term.replace(axes=(tuple(term.out),))
     axes, taken_labels = [], 0
     for n in shape:
@@ -70,7 +70,7 @@ def _broadcast(ev: Evaluator, e: JaxprEqn) -> Any:
 
 
 def repeated(value: Lazy, shape: Sequence[int], where: Sequence[int]) -> Lazy:
-    """The value repeated to a shape, in which its own axes stand at the places ``where``."""
+    """Return the value repeated to a shape, in which its own axes stand at the places ``where``."""
     given = value.shape
     if given == tuple(shape):
         return value
@@ -114,7 +114,7 @@ def _convert(ev: Evaluator, e: JaxprEqn) -> Any:
 
 
 def _was(ev: Evaluator, v: Atom, dtype: Any) -> bool:
-    """Whether a variable is what was of this dtype, scaled or masked: what a half-precision gradient is clipped by."""
+    """Tell whether a variable was of this dtype, then scaled or masked: so are half-precision gradients clipped."""
     while not isinstance(v, Literal) and v in ev.makers:
         e = ev.makers[v]
         name = e.primitive.name

@@ -20,7 +20,7 @@ from .windows import over_taps
 
 
 def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
-    """The squared norm of a sum of terms, products of different terms included."""
+    """Return the squared norm of a sum of terms, products of different terms included."""
     if not terms:
         return jnp.zeros((), wide(dtype))
     dtype = working(terms, dtype)
@@ -41,7 +41,7 @@ def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
 
 
 def self_inner(term: Term, dtype: Any) -> Any:
-    """The squared norm of a term: by Gram matrices or from the array itself, whichever multiplies less."""
+    """Return the squared norm of a term: by Gram matrices or from the array itself, whichever multiplies less."""
     if is_direct(term):
         values = einsum(expanded(term.factors), entries_of(term), term.sizes, dtype, jax.lax.Precision.HIGHEST)
         return jnp.sum(jnp.square(scaled(values, term.scale)))
@@ -50,7 +50,7 @@ def self_inner(term: Term, dtype: Any) -> Any:
 
 
 def inner(a: Term, b: Term, dtype: Any) -> Any:
-    """The inner product of two terms of one shape; None where it is zero whatever the factors hold."""
+    """Return the inner product of two terms of one shape; None where it is zero whatever the factors hold."""
     zero = jnp.zeros((), dtype)
     found = over_taps([a, b], lambda s, t: zero if (value := inner(s, t, dtype)) is None else value)
     if found is not None:
@@ -110,20 +110,20 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
 
 
 def _compared(x: Places, y: Places) -> tuple[Any, Any]:
-    """The indices of both, equal where entries meet: not where neither stands anywhere."""
+    """Return the indices of both, equal where entries meet: not where neither stands anywhere."""
     right = jnp.asarray(y.index)
     return jnp.asarray(x.index), right if x.static or y.static else jnp.where(right < y.size, right, -1)
 
 
 def _meetings(x: Places, y: Places) -> Any:
-    """How many pairs of entries meet; in a loop, as XLA on CPU would write out all comparisons to sum them."""
+    """Return how many pairs of entries meet; in a loop, as XLA on CPU would write out all comparisons to sum them."""
     left, right = _compared(x, y)
     count = lambda _, i: (None, jnp.sum(i == right, dtype=jnp.int32))
     return jnp.sum(jax.lax.scan(count, None, left.reshape(-1), unroll=8)[1])
 
 
 def _is_placed(term: Term) -> bool:
-    """Whether it is one array, put in places along one axis, as the gradient of an embedding is."""
+    """Tell whether it is one array, put in places along one axis, as the gradient of an embedding is."""
     if len(term.places) != 1 or len(term.factors) != 1:
         return False
     (p,), (f,) = term.places.values(), term.factors
@@ -132,7 +132,7 @@ def _is_placed(term: Term) -> bool:
 
 
 def _at_entries(term: Term, dtype: Any) -> Any:
-    """The squared norm from what stands, in all, in the place of each entry, as the array has it.
+    """Return the squared norm from what stands, in all, in the place of each entry, as the array has it.
 
     The products of entries that stand in one place might cancel.
     """
@@ -149,7 +149,7 @@ def _at_entries(term: Term, dtype: Any) -> Any:
 
 
 def _trusted(total: Any, terms: Sequence[Term], dtype: Any) -> Any:
-    """A squared norm that rounding has not made too small.
+    """Return a squared norm that rounding has not made too small.
 
     A sum of products of factors (Gram matrices, several terms) loses digits where they cancel, which the gradient
     itself keeps: inputs with an offset, whose cotangents add up to zero. Where less than two digits are left, the norm
@@ -164,7 +164,7 @@ def _trusted(total: Any, terms: Sequence[Term], dtype: Any) -> Any:
 
 
 def _reach(term: Term, dtype: Any) -> Any:
-    """What the norm of a term would be if nothing in it cancelled."""
+    """Return what the norm of a term would be if nothing in it cancelled."""
     kept = {x for x in term.out if x not in term.places}
     lengths = []
     for f in term.factors:
@@ -177,13 +177,13 @@ def _reach(term: Term, dtype: Any) -> Any:
 
 
 def _summed(term: Term) -> dict[Label, int]:
-    """The labels that are summed over, or that meet where indices do, with their lengths."""
+    """Return the labels that are summed over, or that meet where indices do, with their lengths."""
     kept = {x for x in term.out if x not in term.places}
     return {x: term.sizes[x] for f in term.factors for x in f.labels if x not in kept}
 
 
 def balanced(term: Term) -> Term:
-    """A scaled term whose factors have entries up to 1: what is scaled up or down might not be squared without."""
+    """Bring the factors of a scaled term to entries up to 1: what is scaled up or down might not be squared without."""
     usual = lambda x: not isinstance(x, jax.core.Tracer) and 1e-6 < abs(float(x)) < 1e6
     if all(usual(f.array) for f in term.scale):
         return term

@@ -36,7 +36,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "scatter-add", "scatter_add"
 
 
 def named(grads: PyTree) -> PyTree:
-    """The gradients of an example, marked, so that they are found in the program."""
+    """Return the gradients of an example, marked, so that they are found in the program."""
     return checkpoint_name(grads, _NAME)
 
 
@@ -56,11 +56,11 @@ class Split:
     """Which of these are summed."""
 
     def axes(self, outputs: Sequence[int | None]) -> list[int | None]:
-        """Where the head's outputs shall have the examples, if the program's outputs have them there."""
+        """Return where the head's outputs shall have the examples, if the program's outputs have them there."""
         return [*(a for i, a in enumerate(outputs) if i not in self.places), *(0 if m else None for m in self.mapped)]
 
     def run(self, values: Sequence[Any], rows: int) -> list[Any]:
-        """All outputs of the program for the outputs of the head, ``[rows, ...]`` where they are mapped.
+        """Return all outputs of the program for those of the head, ``[rows, ...]`` where they are mapped.
 
         What is summed comes as :class:`Sum`.
         """
@@ -86,7 +86,7 @@ class Split:
 
 
 def dependents(closed: ClosedJaxpr, batched: Sequence[bool]) -> set[Any]:
-    """The marked gradients of an inlined program, and what is computed from them; none where nothing is gained.
+    """Return the marked gradients of an inlined program, and what is computed from them; none where nothing is gained.
 
     Only on a CPU: other devices take the examples of a microbatch at once, and would wait for each kernel of a loop.
     With several devices, rows that are spread over them would have to be fetched one by one.

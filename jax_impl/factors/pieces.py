@@ -45,12 +45,12 @@ class Rewritten:
         return [sum(counts[:i]) for i in range(len(counts))]
 
     def groups(self, arrays: Sequence[Any]) -> list[list[Any]]:
-        """The flat outputs, those of each piece together."""
+        """Return the flat outputs, those of each piece together."""
         rest = iter(arrays)
         return [[next(rest) for _ in piece.flags] for piece in self.pieces]
 
     def computed(self, variables: set[Var]) -> Rewritten:
-        """The same program, but that it returns arrays in the place of products in which one of the variables is."""
+        """Return a program with arrays in the place of products in which one of the variables is."""
         outs = self.groups(self.closed.jaxpr.outvars)
         used = [any(within(v, variables) and shaped(v).size > 1 for v in vs) for vs in outs]
         pieces = [Piece([True], None, p.shape, p.dtype) if u else p for p, u in zip(self.pieces, used, strict=True)]
@@ -88,7 +88,7 @@ def packed(value: Lazy) -> tuple[list[tuple[Any, bool]], tuple[Term, ...]]:
 
 
 def unpacked(piece: Piece, arrays: Sequence[Any]) -> Lazy:
-    """The value of one example that a piece stands for."""
+    """Return the value of one example that a piece stands for."""
     terms = [
         t.replace(
             factors=tuple(dataclasses.replace(f, array=arrays[f.array]) for f in t.factors),
@@ -102,7 +102,7 @@ def unpacked(piece: Piece, arrays: Sequence[Any]) -> Lazy:
 
 
 def stacked(term: Term, arrays: Sequence[Any], stacked: Sequence[int | None], length: int, axis: Label | None) -> Term:
-    """A packed term with its arrays, each stacked along an axis or not; they are summed, or stay apart as an axis."""
+    """Put arrays into a packed term, each stacked along an axis or not; they are summed, or stay apart as an axis."""
     label = new_label() if axis is None else axis
 
     def labelled(i: int, labels: tuple[Label, ...]) -> tuple[Label, ...]:

@@ -14,7 +14,7 @@ from .registry import RULES, Known
 
 
 def plan(jaxpr: Jaxpr, batched: set[Var], wanted: Sequence[bool]) -> tuple[dict[Var, str], dict[Var, str]]:
-    """The variables that may stay factors, each ``"lazy"`` or ``"squares"``; and why others may not."""
+    """Return the variables that may stay factors, each ``"lazy"`` or ``"squares"``; and why others may not."""
     verdicts: dict[Var, list[str]] = {}
     kinds: dict[Var, str] = {}
     refusals: dict[Var, str] = {}

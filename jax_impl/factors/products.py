@@ -67,7 +67,7 @@ def _of_dot(e: JaxprEqn, i: int, known: Known) -> str:
 @rule("dot_general", accepts=_of_dot)
 def _dot(ev: Evaluator, e: JaxprEqn) -> Any:
     left, right = e.invars
-    (contract_l, contract_r), (batch_l, batch_r) = e.params["dimension_numbers"]
+    contract_l, contract_r = e.params["dimension_numbers"][0]
     held = [isinstance(ev.read(v), Lazy) for v in e.invars]
     a, b = _unmoved(ev, left), _unmoved(ev, right)
     out = shaped(e.outvars[0])
@@ -75,72 +75,78 @@ def _dot(ev: Evaluator, e: JaxprEqn) -> Any:
         return squared_norm(squares(ev, left).of.terms, out.dtype).astype(out.dtype)
     if not out.shape and all(held):
         order = sorted(range(len(contract_l)), key=lambda i: contract_l[i])
-        a = a.map(balanced)
-        turned = b.map(lambda t: balanced(t.replace(axes=tuple(t.axes[contract_r[i]] for i in order))))
-        products = [inner(s, t, working([s, t], out.dtype)) for s in a.terms for t in turned.terms]
-        masks = [[m for m in (s.mask, t.mask) if m is not None] for s in a.terms for t in turned.terms]
-        total = jnp.zeros((), wide(out.dtype))
-        for value, mask in zip(products, masks, strict=True):
-            if value is not None:
-                for m in mask:
-                    value = jnp.where(m, value, 0)
-                total = total + value
-        return total.astype(out.dtype)
+        return _inner_product(a, b, [contract_r[i] for i in order], out.dtype)
     if any(held) and ev.is_batched(right if held[0] else left):
         raise UnsupportedError("a product with what differs between examples")
-    precision, dtype = _of_sums(e.params.get("precision")), out.dtype
-
-    def join(s: Term, t: Term) -> tuple[Term, list[Factor]]:
-        t = t.fresh()
-        pairs = [*zip(contract_l, contract_r, strict=True), *zip(batch_l, batch_r, strict=True)]
-        s, t = matched(s, t, pairs)
-        factors_s, factors_t = list(s.factors), list(t.factors)
-        places = {**s.places, **t.places}
-        table: dict[Label, Label] = {}
-        for i, j in pairs:
-            if not s.axes[i] or not t.axes[j]:
-                continue  # of length 1
-            for x, y in zip(s.axes[i], t.axes[j], strict=True):
-                if x in s.places or y in t.places:
-                    if i in batch_l or (x in s.places and y in t.places):
-                        raise UnsupportedError("an indexed axis in a product")
-                    if x in s.places:
-                        factors_t = read_at(factors_t, y, s.places[x])
-                    else:
-                        factors_s = read_at(factors_s, x, t.places[y])
-                    places.pop(x if x in s.places else y)
-                else:
-                    table[y] = x
-        factors_t = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in factors_t]
-        axes = [s.axes[i] for i in batch_l]
-        axes += [axis for i, axis in enumerate(s.axes) if i not in contract_l and i not in batch_l]
-        axes += [axis for j, axis in enumerate(t.axes) if j not in contract_r and j not in batch_r]
-        mask = s.mask if t.mask is None else t.mask if s.mask is None else s.mask & t.mask
-        return Term(
-            tuple(factors_s),
-            tuple(axes),
-            s.sizes | {table.get(x, x): n for x, n in t.sizes.items()},
-            places,
-            (*s.scale, *t.scale),
-            mask,
-            precision if precision is not None else s.precision,
-        ), factors_t
-
     if len(a.terms) * len(b.terms) > 4:
         raise UnsupportedError("a product of sums")
     terms = []
     for s in a.terms:
         for t in b.terms:
-            product, extra = join(s, t)
+            product, extra = _joined(s, t, e.params["dimension_numbers"], _of_sums(e.params.get("precision")))
             # With a weight shared by all examples: into the factor that has its summed axis, for one factor less.
-            terms.append(
-                _contracted(product, extra, dtype) if any(held) else product.replace(factors=(*product.factors, *extra))
-            )
+            if any(held):
+                terms.append(_contracted(product, extra, out.dtype))
+            else:
+                terms.append(product.replace(factors=(*product.factors, *extra)))
     return Lazy(out.shape, out.dtype, tuple(terms))
 
 
+def _inner_product(a: Lazy, b: Lazy, order: Sequence[int], dtype: Any) -> Any:
+    """Contract two lazy values along all axes, those of the second in this order."""
+    a = a.map(balanced)
+    turned = b.map(lambda t: balanced(t.replace(axes=tuple(t.axes[i] for i in order))))
+    products = [inner(s, t, working([s, t], dtype)) for s in a.terms for t in turned.terms]
+    masks = [[m for m in (s.mask, t.mask) if m is not None] for s in a.terms for t in turned.terms]
+    total = jnp.zeros((), wide(dtype))
+    for value, mask in zip(products, masks, strict=True):
+        if value is not None:
+            for m in mask:
+                value = jnp.where(m, value, 0)
+            total = total + value
+    return total.astype(dtype)
+
+
+def _joined(s: Term, t: Term, dimension_numbers: Any, precision: Any) -> tuple[Term, list[Factor]]:
+    """Make one term of two with the labels of a matrix product; the factors of the second come apart."""
+    (contract_l, contract_r), (batch_l, batch_r) = dimension_numbers
+    t = t.fresh()
+    pairs = [*zip(contract_l, contract_r, strict=True), *zip(batch_l, batch_r, strict=True)]
+    s, t = matched(s, t, pairs)
+    factors_s, factors_t = list(s.factors), list(t.factors)
+    places = {**s.places, **t.places}
+    table: dict[Label, Label] = {}
+    # An axis of length 1 may have a label in one and none in the other.
+    both = [(i, x, y) for i, j in pairs if s.axes[i] and t.axes[j] for x, y in zip(s.axes[i], t.axes[j], strict=True)]
+    for i, x, y in both:
+        if x not in s.places and y not in t.places:
+            table[y] = x
+            continue
+        if i in batch_l or (x in s.places and y in t.places):
+            raise UnsupportedError("an indexed axis in a product")
+        if x in s.places:
+            factors_t = read_at(factors_t, y, s.places[x])
+        else:
+            factors_s = read_at(factors_s, x, t.places[y])
+        places.pop(x if x in s.places else y)
+    factors_t = [dataclasses.replace(f, labels=tuple(table.get(x, x) for x in f.labels)) for f in factors_t]
+    axes = [s.axes[i] for i in batch_l]
+    axes += [axis for i, axis in enumerate(s.axes) if i not in contract_l and i not in batch_l]
+    axes += [axis for j, axis in enumerate(t.axes) if j not in contract_r and j not in batch_r]
+    mask = s.mask if t.mask is None else t.mask if s.mask is None else s.mask & t.mask
+    return Term(
+        tuple(factors_s),
+        tuple(axes),
+        s.sizes | {table.get(x, x): n for x, n in t.sizes.items()},
+        places,
+        (*s.scale, *t.scale),
+        mask,
+        precision if precision is not None else s.precision,
+    ), factors_t
+
+
 def _unmoved(ev: Evaluator, v: Atom) -> Lazy:
-    """An operand from before its axes were moved for this product alone: the copy is then not made."""
+    """Return an operand from before its axes were moved for this product alone: the copy is then not made."""
     if not within(v, ev.makers) or not ev.is_batched(v) or len(ev.uses[v]) > 1:
         return ev.lazy(v)
     e = ev.makers[v]
@@ -151,7 +157,7 @@ def _unmoved(ev: Evaluator, v: Atom) -> Lazy:
 
 
 def _is_same(ev: Evaluator, a: Atom, b: Atom) -> bool:
-    """Whether two variables are one array, moved and cast in the same way."""
+    """Tell whether two variables are one array, moved and cast in the same way."""
     moves = ("reshape", "squeeze", "transpose", "convert_element_type", "copy")
     while a is not b:
         if not within(a, ev.makers) or not within(b, ev.makers):
@@ -164,7 +170,7 @@ def _is_same(ev: Evaluator, a: Atom, b: Atom) -> bool:
 
 
 def _of_sums(precision: Any) -> Any:
-    """A product's precision for a sum over examples: not one that weights, or a sum of many, might not fit."""
+    """Return a product's precision for a sum over examples: not one that weights, or a sum of many, might not fit."""
     default = jax.lax.Precision.DEFAULT
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         left, _, total = f"{precision.name}_f32_f32".split("_")[:3]  # "DEFAULT" has no more parts

@@ -198,7 +198,7 @@ class _Emitted:
         return cls(places, sources)
 
     def arrays(self, piece: int, ys: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
-        """The arrays of a piece, and which of them are stacked."""
+        """Return the arrays of a piece, and which of them are stacked."""
         sources = self.sources[piece]
         found = [ys[i] if kind == "y" else values[i] for kind, i in sources]
         return found, [None if kind == "const" else 0 for kind, _ in sources]

@@ -19,7 +19,7 @@ from .terms import Factor, Label, Places, Term, UnsupportedError, Windows, new_l
 
 
 def _one_place(e: JaxprEqn) -> bool:
-    """Whether a scatter writes one window, so that no two updates meet."""
+    """Tell whether a scatter writes one window, so that no two updates meet."""
     return math.prod(shaped(e.invars[1]).shape[:-1]) == 1
 
 
@@ -73,7 +73,7 @@ def _scatter_add(ev: Evaluator, e: JaxprEqn) -> Lazy:
 
 
 def _without(t: Term, entries: Sequence[Label], alive: Any, batched: bool, placed: Collection[Label]) -> Term:
-    """The term whose entries out of range, dropped also where it was promised that there are none, are zero.
+    """Return the term whose entries out of range, dropped also where it was promised that there are none, are zero.
 
     They may hold NaN, which is what is read out of range. If no array has them, that they stand nowhere is enough.
     """
@@ -88,7 +88,7 @@ def _of_scatter(e: JaxprEqn, i: int, known: Known) -> str:
 
 @rule("scatter", accepts=_of_scatter)
 def _scatter(ev: Evaluator, e: JaxprEqn) -> Lazy:
-    """Entries set to zero, as the gradient of what was overwritten: a product with a mask. Or a window in zeros."""
+    """Set entries to zero, as the gradient of what was overwritten: a product with a mask. Or put a window in zeros."""
     target, indices, updates = e.invars
     if ev.is_zero(target) and (_one_place(e) or e.params["unique_indices"]):
         return _scatter_add(ev, e)
@@ -100,7 +100,7 @@ def _scatter(ev: Evaluator, e: JaxprEqn) -> Lazy:
 
 
 def _index(ev: Evaluator, v: Atom) -> Any:
-    """Indices, in a type that the lengths of all axes fit."""
+    """Read indices, in a type that the lengths of all axes fit."""
     array = ev.array(v)
     return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
 

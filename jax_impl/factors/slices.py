@@ -42,7 +42,7 @@ def _flipped_taps(f: Factor, label: Label) -> Factor:
 
 
 def _on_label(term: Term, label: Label, change: Callable[[Any, int], Any], entry: bool = False) -> Term:
-    """The term with every factor that has the label changed along it; ``entry`` where one index array has it too."""
+    """Change every factor of a term that has the label along it; ``entry`` where one index array has it too."""
     if sum(label in p.labels for p in term.places.values()) > entry:
         raise UnsupportedError("an axis that indices depend on")
     factors = []
@@ -72,7 +72,7 @@ def _slice(ev: Evaluator, e: JaxprEqn) -> Lazy:
 
 
 def sliced(term: Term, axis: int, start: int, stop: int, stride: int = 1) -> Term | None:
-    """``term[start:stop:stride]`` along an axis; None where nothing but zeros is left."""
+    """Return ``term[start:stop:stride]`` along an axis; None where nothing but zeros is left."""
     labels, length = term.axes[axis], len(range(start, stop, stride))
     if len(labels) != 1 or term.out.count(labels[0]) > 1:
         raise UnsupportedError("a slice of a merged axis")
@@ -102,7 +102,7 @@ def sliced(term: Term, axis: int, start: int, stop: int, stride: int = 1) -> Ter
 
 
 def _on_label_dropped(term: Term, label: Label) -> Term:
-    """The term without a label of length 1."""
+    """Return the term without a label of length 1."""
     factors = []
     for f in term.factors:
         if label in f.labels:
@@ -162,7 +162,7 @@ def _stack(ev: Evaluator, e: JaxprEqn) -> Lazy:
 
 
 def placed(term: Term, axis: int, start: int, size: int, stride: int = 1) -> Term:
-    """The term put at every ``stride``-th entry from ``start`` of an axis of length ``size``, the rest being zero."""
+    """Put a term at every ``stride``-th entry from ``start`` of an axis of length ``size``, the rest being zero."""
     labels = term.axes[axis]
     if len(labels) > 1:
         raise UnsupportedError("a merged axis that is padded")

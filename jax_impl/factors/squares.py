@@ -14,7 +14,7 @@ from .terms import UnsupportedError, is_half, working
 
 
 def is_square(e: JaxprEqn) -> bool:
-    """Whether an equation squares its operand."""
+    """Tell whether an equation squares its operand."""
     same = e.primitive.name == "mul" and not isinstance(e.invars[0], Literal) and e.invars[0] is e.invars[1]
     return same or e.primitive.name == "square"
 

@@ -26,7 +26,7 @@ _counter = itertools.count()
 
 
 def new_label() -> Label:
-    """A label that no other network has."""
+    """Return a label that no other network has."""
     return next(_counter)
 
 
@@ -78,7 +78,7 @@ class Windows(Factor):
         return jax.lax.pad(self.array, jnp.zeros((), self.array.dtype), padding)
 
     def at_taps(self, padded: Any, tap: Sequence[Any]) -> Factor:
-        """The factor at a tap of the first spatial axes, whose place may be traced, with all taps of the other axes."""
+        """Cut out a tap of the first spatial axes, whose place may be traced, with all taps of the other axes."""
         spatial, outer = len(self.taps), len(tap)
         lead = padded.ndim - spatial
         extent = [(n - 1) * d + 1 for n, d in zip(self.positions, self.dilation, strict=True)]
@@ -98,7 +98,7 @@ class Windows(Factor):
         return (self.taps[axis] - 1 - tap if self.flipped[axis] else tap) * self.stride[axis]
 
     def expanded(self) -> Factor:
-        """The windows as an array."""
+        """Return the windows as an array."""
         return self.at_taps(self.padded, ())
 
 
@@ -151,11 +151,11 @@ class Term:
         return sum(f.stored for f in self.factors if f.batched)
 
     def replace(self, **changes: Any) -> Term:
-        """A copy with other fields."""
+        """Return a copy with other fields."""
         return dataclasses.replace(self, **changes)
 
     def relabelled(self, table: dict[Label, Label]) -> Term:
-        """The same term under other labels."""
+        """Return the same term under other labels."""
         get = lambda labels: tuple(table.get(x, x) for x in labels)
         return self.replace(
             factors=tuple(dataclasses.replace(f, labels=get(f.labels)) for f in self.factors),
@@ -165,17 +165,17 @@ class Term:
         )
 
     def fresh(self) -> Term:
-        """The same term under labels of its own."""
+        """Return the same term under labels of its own."""
         return self.relabelled({x: new_label() for x in self.sizes})
 
 
 def lengths(term: Term) -> tuple[int, ...]:
-    """The shape of the result."""
+    """Return the shape of the result."""
     return tuple(math.prod(term.sizes[x] for x in axis) for axis in term.axes)
 
 
 def consistent(term: Term) -> bool:
-    """Whether every array in the term has the lengths of its labels."""
+    """Tell whether every array in the term has the lengths of its labels."""
     plain = ((f.array.shape, f.labels) for f in (*term.factors, *term.scale) if not isinstance(f, Windows))
     placed = ((p.index.shape, p.labels) for p in term.places.values())
     same = all(shape == tuple(term.sizes[x] for x in labels) for shape, labels in (*plain, *placed))
@@ -183,7 +183,7 @@ def consistent(term: Term) -> bool:
 
 
 def whole(array: Any, batched: bool) -> Term:
-    """An array as a network of one factor.
+    """Return an array as a network of one factor.
 
     An axis of length 1 has no label in the result. In the factor it keeps one, summed over: so the array stays the
     very array, and a loop that returns it twice can tell.
@@ -199,7 +199,7 @@ def expanded(factors: Iterable[Factor]) -> list[Factor]:
 
 
 def narrowed(f: Factor, term: Term) -> Factor:
-    """The factor without axes of length 1 that nothing else has."""
+    """Return the factor without axes of length 1 that nothing else has."""
     single = [i for i, x in enumerate(f.labels) if term.sizes[x] == 1 and x not in term.out]
     if isinstance(f, Windows) or not single:
         return f
@@ -207,23 +207,23 @@ def narrowed(f: Factor, term: Term) -> Factor:
 
 
 def is_half(term: Term) -> bool:
-    """Whether some factor is kept in half precision."""
+    """Tell whether some factor is kept in half precision."""
     return any(wide(f.array.dtype) != f.array.dtype for f in term.factors)
 
 
 def working(terms: Sequence[Term], dtype: Any) -> Any:
-    """The dtype to compute terms of an array of this dtype in: no narrower than what they are made of."""
+    """Return the dtype to compute terms of an array of this dtype in: no narrower than what they are made of."""
     parts = [f.array.dtype for t in terms for f in (*t.factors, *t.scale) if f.array.dtype != jnp.bool_]
     return functools.reduce(jnp.promote_types, parts, wide(dtype))
 
 
 def contiguous(index: Any) -> bool:
-    """Whether indices follow one another."""
+    """Tell whether indices follow one another."""
     return index.ndim == 1 and bool((np.diff(index) == 1).all()) and len(index) > 0
 
 
 def matched(a: Term, b: Term, pairs: Sequence[tuple[int, int]]) -> tuple[Term, Term]:
-    """Both terms with the paired axes cut into labels of the same lengths."""
+    """Cut the paired axes of two terms into labels of the same lengths."""
     for i, j in pairs:
         position = 0
         if not a.axes[i] or not b.axes[j]:
@@ -241,7 +241,7 @@ def matched(a: Term, b: Term, pairs: Sequence[tuple[int, int]]) -> tuple[Term, T
 
 
 def split_label(term: Term, label: Label, first: int) -> Term:
-    """``label`` of length n as two, of lengths ``first`` and ``n / first``."""
+    """Cut a label of length n into two, of lengths ``first`` and ``n / first``."""
     size = term.sizes[label]
     if size % first or label in term.places or any(label in p.labels for p in term.places.values()):
         raise UnsupportedError("an axis that cannot be cut there")
@@ -261,7 +261,7 @@ def split_label(term: Term, label: Label, first: int) -> Term:
 
 
 def taken(f: Factor, label: Label, places: Places) -> Factor:
-    """The factor read at the places: what a one-hot matrix does to it."""
+    """Return the factor read at the places: what a one-hot matrix does to it."""
     if label not in f.labels:
         return f
     i = f.labels.index(label)
@@ -276,6 +276,6 @@ def taken(f: Factor, label: Label, places: Places) -> Factor:
 
 
 def read_at(factors: Sequence[Factor], label: Label, places: Places) -> list[Factor]:
-    """Factors read at the places along an axis that is summed over: what stands nowhere counts as zero."""
+    """Read factors at the places along an axis that is summed over: what stands nowhere counts as zero."""
     found = [taken(f, label, places) for f in factors]
     return found if places.static or any(label in f.labels for f in factors) else [*found, places.inside]

@@ -16,7 +16,7 @@ from .terms import Factor, Label, Term, working
 
 
 def sum_of(piece: Piece, arrays: Sequence[Any], axes: Sequence[int | None], rows: int, after: Any) -> jax.Array:
-    """The sum over the examples of the arrays that a piece stands for, computed after another one if given."""
+    """Return the sum over the examples of the arrays that a piece stands for, computed after another one if given."""
     total = jnp.zeros(piece.shape, wide(piece.dtype))
     for i, term in enumerate(piece.terms or ()):
         part = _sum_of_term(term, arrays, axes, rows, after, _working(term, arrays, total.dtype)).astype(total.dtype)
@@ -25,7 +25,7 @@ def sum_of(piece: Piece, arrays: Sequence[Any], axes: Sequence[int | None], rows
 
 
 def _working(term: Term, arrays: Sequence[Any], dtype: Any) -> Any:
-    """The dtype to compute a packed term in."""
+    """Return the dtype to compute a packed term in."""
     put = lambda factors: tuple(dataclasses.replace(f, array=arrays[f.array]) for f in factors)
     return working([term.replace(factors=put(term.factors), scale=put(term.scale))], dtype)
 
@@ -65,7 +65,7 @@ def _sum_of_term(
 
 
 def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
-    """The term with the examples' weights in its smallest factor."""
+    """Return the term with the examples' weights in its smallest factor."""
     own = [i for i, f in enumerate(term.factors) if label in f.labels]
     smallest = min(own, key=lambda i: term.factors[i].stored, default=None)
     # Derivatives put the cotangent first. If it carries the weights, a layer's bias can share the product.

@@ -13,7 +13,7 @@ from .terms import Factor, Label, Term, Windows
 
 
 def over_taps(terms: Sequence[Term], compute: Callable[..., Any]) -> tuple[Any, list[int]] | None:
-    """What ``compute`` makes of terms of one shape at each tap of a convolution window, ``[taps, ...]``; None without.
+    """Compute something of terms of one shape at each tap of a convolution window, ``[taps, ...]``; None without one.
 
     Some axes of the window one tap after another, in a loop: at no time do all the shifted copies of the input exist.
     With it comes the order of the terms' axes in what is computed: the taps are first, those of the loop of length 1.
@@ -46,7 +46,7 @@ def over_taps(terms: Sequence[Term], compute: Callable[..., Any]) -> tuple[Any, 
 
 
 def _looped(term: Term, window: Windows) -> int:
-    """How many spatial axes to loop over, from the first.
+    """Return how many spatial axes to loop over, from the first.
 
     The windows of the others are no larger than the one factor that they are multiplied with, which is read less often
     then: that matters where there are few channels. With more factors, products of some of them would be larger.
@@ -84,7 +84,7 @@ def _cut_at_taps(term: Term, taps: dict[Label, int], order: Sequence[int]) -> Ca
 
 
 def _entry(f: Factor, at: dict[Label, Any]) -> Factor:
-    """The factor at one place along some of its labels."""
+    """Return the factor at one place along some of its labels."""
     for label, place in at.items():
         while label in f.labels:
             i = f.labels.index(label)

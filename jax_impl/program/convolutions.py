@@ -90,7 +90,7 @@ _EXAMPLES, _PRODUCTS = 8, 2048
 
 
 def _convolve(lhs: Any, rhs: Any, **params: Any) -> Any:
-    """A convolution in the form that is fast on CPU, where JAX computes there."""
+    """Return a convolution in the form that is fast on CPU, where JAX computes there."""
     usual = _is_usual(params) and lhs.dtype in (jnp.float32, jnp.float64)
     if not usual or jax.default_backend() != "cpu":
         return _with_channels_last(lhs, rhs, **params)
@@ -114,7 +114,7 @@ def _convolve(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _in_parts(lhs: Any, rhs: Any, size: int, **params: Any) -> Any:
-    """A convolution as a sum of those of so many of its input channels."""
+    """Return a convolution as a sum of those of so many of its input channels."""
     axes = [spec[1] for spec in params["dimension_numbers"][:2]]
     channels = lhs.shape[axes[0]]
 
@@ -129,7 +129,7 @@ def _in_parts(lhs: Any, rhs: Any, size: int, **params: Any) -> Any:
 
 
 def _by_phases(lhs: Any, rhs: Any, **params: Any) -> Any:
-    """A strided convolution of one channel as a plain one that has a channel for each place within a stride."""
+    """Return a strided convolution of one channel as a plain one that has a channel for each place within a stride."""
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     strides, padding = params["window_strides"], params["padding"]
     lhs, rhs = _moved(lhs, rhs, lhs_spec, rhs_spec)
@@ -149,7 +149,7 @@ def _by_phases(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _in_phases(lhs: Any, rhs: Any, shape: Sequence[int], **params: Any) -> Any:
-    """A convolution of an input between whose entries zeros stand, as one of the input that gives each phase a channel.
+    """Convolve an input between whose entries zeros stand, as the input itself with a channel for each phase.
 
     Such is the gradient of a strided convolution's input. Its outputs at the places ``d * q + r`` see every ``d``-th
     entry of the kernel alone, from one on that ``r`` and the padding choose.
@@ -182,7 +182,7 @@ def _in_phases(lhs: Any, rhs: Any, shape: Sequence[int], **params: Any) -> Any:
 
 
 def _phases_as_channels(x: Any, first: int, strides: Sequence[int]) -> Any:
-    """``[*lead, *spatial, *rest]`` as ``[*lead, *spatial / strides, product of strides, *rest]``."""
+    """Make ``[*lead, *spatial, *rest]`` to ``[*lead, *spatial / strides, product of strides, *rest]``."""
     last = first + len(strides)
     lead, spatial, rest = x.shape[:first], x.shape[first:last], x.shape[last:]
     split = [size for n, s in zip(spatial, strides, strict=True) for size in (n // s, s)]
@@ -193,7 +193,7 @@ def _phases_as_channels(x: Any, first: int, strides: Sequence[int]) -> Any:
 
 
 def _with_channels_last(lhs: Any, rhs: Any, **params: Any) -> Any:
-    """A convolution with its channels last, where there is a fast kernel for them."""
+    """Return a convolution with its channels last, where there is a fast kernel for them."""
     if not _is_usual(params):
         return _convolution(lhs, rhs, **params)
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
@@ -207,12 +207,12 @@ def _convolution(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _spreads(dtype: Any) -> bool:
-    """Whether XLA on CPU makes one dense kernel, with zeros, of groups that have one channel each."""
+    """Tell whether XLA on CPU makes one dense kernel, with zeros, of groups that have one channel each."""
     return jax.default_backend() == "cpu" and dtype in (jnp.float64, jnp.complex128)
 
 
 def _kept_apart(lhs: Any, rhs: Any, **params: Any) -> Any:
-    """A convolution whose groups have two channels, and two features, at least: NaN stays in its group.
+    """Return a convolution whose groups have two channels, and two features, at least: NaN stays in its group.
 
     Each group that has one gets a second, of zeros. Else NaN would meet the zeros of a kernel that is made dense.
     """
@@ -226,7 +226,7 @@ def _kept_apart(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _doubled(x: Any, axis: int) -> Any:
-    """The array with zeros behind each entry along an axis."""
+    """Return the array with zeros behind each entry along an axis."""
     padding = [(0, 1, 1) if i == axis else (0, 0, 0) for i in range(x.ndim)]
     return jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
 
@@ -244,7 +244,7 @@ def _numbers(ndim: int) -> jax.lax.ConvDimensionNumbers:
 
 
 def _moved(lhs: Any, rhs: Any, lhs_spec: Sequence[int], rhs_spec: Sequence[int]) -> tuple[Any, Any]:
-    """The operands with their channels last."""
+    """Return the operands with their channels last."""
     lhs = jax.lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
     return lhs, jax.lax.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
 

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype to accumulate in: bfloat16 stops counting ones at 256, float32 holds its sums exactly enough."""
+    """Return the dtype to accumulate in: bfloat16 stops counting ones at 256, float32 holds its sums exactly enough."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32 if is_narrow else dtype)
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether it is a floating-point type that numbers of usual size overflow: float16, or one of 8 bits."""
+    """Tell whether it is a floating-point type that numbers of usual size overflow: float16, or one of 8 bits."""
     return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < 100)
 
 
 def summed(dtype: Any) -> Any:
-    """The dtype of a sum over examples, as ``jnp.sum`` has it: booleans and narrow integers are counted in wider ones.
+    """Return the dtype of a sum over examples, as ``jnp.sum`` has it: booleans and narrow integers get wider ones.
 
     With 64-bit types, where a signed one holds every sum of narrow unsigned ones, it is that, as in torch.
     """
@@ -47,7 +47,7 @@ class Sum:
 
 
 def sum_rows(values: Any, dtype: Any, product: bool = False) -> jax.Array:
-    """``values.sum(axis=0, dtype=dtype)``, by the faster of two ways.
+    """Compute ``values.sum(axis=0, dtype=dtype)``, by the faster of two ways.
 
     XLA's CPU reduction over a leading axis takes 10 to 50 times as long as contracting it with a vector of ones (195
     against 3 ms for [64, 512, 512]). Where ``product`` tells that the values are a bare matrix product with the
@@ -77,7 +77,7 @@ class Shared:
         self._arrays = [(x, x.astype(wide(x.dtype)) if _is_summed_wide(x) else None) for x in arrays]
 
     def read(self) -> list[Any]:
-        """The arrays, for a step."""
+        """Return the arrays, for a step."""
         return [x if copy is None else _narrowed(jax.lax.stop_gradient(x), copy) for x, copy in self._arrays]
 
 

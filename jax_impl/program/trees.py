@@ -24,18 +24,18 @@ def structure(tree: PyTree) -> Any:
 
 
 def outlined(tree: PyTree) -> str:
-    """The tree as its user would write it, with a star for each leaf, for messages."""
+    """Return the tree as its user would write it, with a star for each leaf, for messages."""
     return str(jax.tree.map(lambda _: "*", tree)).replace("'*'", "*")
 
 
 def flatten_with_names(tree: PyTree, name: str) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves, each with a name like ``batch['x']``, and the tree definition."""
+    """Return the leaves, each with a name like ``batch['x']``, and the tree definition."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves], treedef
 
 
 def integer(name: str, value: Any, rule: str) -> int:
-    """The value as a Python int, or a TypeError that names it and the rule."""
+    """Return the value as a Python int, or a TypeError that names it and the rule."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -45,7 +45,7 @@ def integer(name: str, value: Any, rule: str) -> int:
 
 
 def positive(name: str, value: Any, otherwise: str = "") -> int:
-    """The value as a positive Python int, or an error that says what else is allowed."""
+    """Return the value as a positive Python int, or an error that says what else is allowed."""
     rule = f"a positive int {otherwise}".rstrip()
     number = integer(name, value, rule)
     if number < 1:
@@ -54,17 +54,17 @@ def positive(name: str, value: Any, otherwise: str = "") -> int:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The dtype of an array, or the one a Python number has in JAX."""
+    """Return the dtype of an array, or the one a Python number has in JAX."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def is_weak(x: Any) -> bool:
-    """Whether an array takes the dtype of what it meets, as a Python number does. Random keys do not say."""
+    """Tell whether an array takes the dtype of what it meets, as a Python number does. Random keys do not say."""
     return bool(getattr(x, "weak_type", False))
 
 
 def with_weak_type(x: jax.Array, like: Any) -> jax.Array:
-    """The array, weakly typed where ``like`` is."""
+    """Return the array, weakly typed where ``like`` is."""
     if is_weak(x) == like.weak_type:
         return x
     convert: Any = jax.lax.convert_element_type_p.bind  # jax.lax.convert_element_type makes every type a strong one
@@ -73,7 +73,7 @@ def with_weak_type(x: jax.Array, like: Any) -> jax.Array:
 
 
 def stand_in(x: Any) -> Any:
-    """What to trace with in place of an array: 64-bit types keep their width in JAX's 32-bit mode too.
+    """Return what to trace with in place of an array: 64-bit types keep their width in JAX's 32-bit mode too.
 
     There, JAX narrows those of a ``ShapeDtypeStruct``, though arrays may have them, as labels do that come from torch.
     """
@@ -85,7 +85,7 @@ def stand_in(x: Any) -> Any:
 
 
 def is_narrowed(dtype: Any) -> bool:
-    """Whether JAX narrows the type where a loop collects it: 64 bits in its 32-bit mode."""
+    """Tell whether JAX narrows the type where a loop collects it: 64 bits in its 32-bit mode."""
     return not jnp.issubdtype(dtype, jax.dtypes.extended) and jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
@@ -100,14 +100,14 @@ def check_width(tree: PyTree, name: str) -> None:
 
 
 def varying_axes(aval: Any) -> frozenset[Any]:
-    """The mesh axes of ``jax.shard_map`` over which a value of this type differs."""
+    """Return the mesh axes of ``jax.shard_map`` over which a value of this type differs."""
     # Some releases name it `vma`.
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", None) or ())
 
 
 def as_varying(step: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
-    """The carry of a loop with the types that a step gives it inside ``jax.shard_map``.
+    """Return the carry of a loop with the types that a step gives it inside ``jax.shard_map``.
 
     There, types tell over which mesh axes a value differs; zeros do not differ, what is added to them may.
     """
@@ -122,7 +122,7 @@ def as_varying(step: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
 
 
 def as_array(leaf: Any, name: str, hint: str = "Leave it out of the batch arguments.") -> jax.Array:
-    """The leaf as an array of JAX, or a TypeError that names it."""
+    """Return the leaf as an array of JAX, or a TypeError that names it."""
     if isinstance(leaf, jax.Array):
         return leaf
     try:
@@ -134,7 +134,7 @@ def as_array(leaf: Any, name: str, hint: str = "Leave it out of the batch argume
 
 
 def normalized_axis(axis: int, leaf: jax.Array, name: str) -> int:
-    """The axis counted from the front, or a ValueError that names the array."""
+    """Return the axis counted from the front, or a ValueError that names the array."""
     if not leaf.ndim:
         raise ValueError(
             f"{name} needs a batch axis, but has shape (). Leave a value that all rows share out of the batch "

@@ -10,7 +10,7 @@ __all__ = ["scan_counts"]
 
 
 def scan_counts(parameters: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many after them are carried from step to step."""
+    """Return how many inputs of a scan are constants, and how many after them are carried from step to step."""
     if "num_consts" in parameters:  # up to jax 0.10
         return parameters["num_consts"], parameters["num_carry"]
     try:

@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 from microbatching_cases import assert_same, data
 
 from microtome.jax_impl import hessian, hessian_blocks, hessian_to_pytree, hvp, jacobian, jacobian_blocks
-from microtome.jax_impl.derivatives import hessian_matrix, jacobian_matrix
+from microtome.jax_impl.batches.matrices import hessian_matrix, jacobian_matrix
 
 FEW = settings(derandomize=True, deadline=None, max_examples=6, database=None)
 LENGTHS = st.sampled_from([0, 1, 5, 6])

@@ -17,7 +17,8 @@ from torch_cases import assert_same, data
 from microtome import jax_impl
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, to_jax
-from microtome.jax_impl.derivatives import hessian_matrix, temporary_bytes
+from microtome.jax_impl.batches.blocks import temporary_bytes
+from microtome.jax_impl.batches.matrices import hessian_matrix
 from microtome.torch_api.derivatives import _leaner
 
 FEW = settings(derandomize=True, deadline=None, max_examples=5, database=None)
