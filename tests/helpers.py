@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -49,6 +50,17 @@ def marked(
     marks = dict.fromkeys(slow if quick is None else set(names) - set(quick), pytest.mark.slow)
     marks |= {name: pytest.mark.xfail(reason=why) for name, why in wrong.items()}
     return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
+
+
+def crossed(*tables: Iterable[Any]) -> list[Any]:
+    """Give all combinations of several tables for ``parametrize``: each name in a quick one, the rest with the sweeps.
+
+    The quick ones are the first names, the second ones and so on, where a shorter table begins anew.
+    """
+    listed = [list(table) for table in tables]
+    quick = [tuple(names[i % len(names)] for names in listed) for i in range(max(map(len, listed)))]
+    slow = (pytest.mark.slow,)
+    return [pytest.param(*each, marks=() if each in quick else slow) for each in itertools.product(*listed)]
 
 
 def having(thing: Any, **attributes: Any) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.utils.checkpoint
+from helpers import crossed, marked
 from torch import func
 
 from microtome.bridge import as_jax, as_torch
@@ -278,8 +279,7 @@ BATCHED = {
 }
 
 
-@pytest.mark.parametrize("output", [0, 1])
-@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize(("name", "output"), crossed(BATCHED, [0, 1]))
 def test_a_parameter_that_an_output_does_not_reach_has_no_gradient(name, output):
     xs = torch.randn(4, 3, requires_grad=True)
     out = BATCHED[name](lambda x: (x * W, torch.tanh(x)))(xs)[output]
@@ -288,7 +288,7 @@ def test_a_parameter_that_an_output_does_not_reach_has_no_gradient(name, output)
     assert of_xs is not None
 
 
-@pytest.mark.parametrize("name", [name for name in BATCHED if name != "sliced_scan"])
+@pytest.mark.parametrize("name", marked([n for n in BATCHED if n != "sliced_scan"], quick=("microbatch", "as_torch")))
 def test_results_of_a_call_inside_a_traced_function_require_grad_as_outside(name):
     inner = BATCHED[name](lambda x: (x * W, (x * W).detach(), x > 0, torch.tanh(x), torch.relu(x * W + torch.zeros(3))))
     asked = lambda x: [torch.tensor(float(y.requires_grad)) for y in inner(x)]

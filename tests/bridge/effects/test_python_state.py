@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from helpers import marked
+from helpers import crossed, marked
 from torch import nn
 
 from microtome import torch_api as mt
@@ -441,8 +441,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "call"), crossed(CHANGES, CALLS))
 def test_a_derivative_of_what_a_call_has_read_is_not_one_of_what_stands_there_now(change: str, call: str) -> None:
     """Second derivatives, and first ones that start from the inputs, trace the function again."""
     make, move = CHANGES[change]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import marked
 
 from microtome.bridge import as_jax, as_torch
 
@@ -128,6 +129,9 @@ def other_dtypes_of_new_state(s: State, x: torch.Tensor) -> Any:
     return x * 1
 
 
+_QUICK = (views_of_state_that_are_returned, bound_to_its_transpose, views_before_their_base, other_dtypes)
+
+
 def _named(s: State) -> list[tuple[str, torch.Tensor]]:
     found: list[tuple[str, torch.Tensor]] = []
     for name, value in sorted(vars(s).items()):
@@ -188,13 +192,15 @@ def _differentiated(fun: Any, wrap: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*has been compiled")
-@pytest.mark.parametrize("fun", [f for f in STEPS if "before" in f.__name__ or "not_kept" in f.__name__])
+@pytest.mark.parametrize(
+    "fun", marked((views_before_their_base, views_of_what_is_not_kept), slow=(views_before_their_base,))
+)
 def test_gradients_through_state_that_shares_memory(fun: Any) -> None:
     got, expected = _differentiated(fun, lambda f: as_torch(as_jax(f))), _differentiated(fun, lambda f: f)
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("fun", STEPS, ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize("fun", marked(STEPS, quick=_QUICK), ids=lambda fun: fun.__name__)
 def test_functions_of_one_call_see_views_that_the_others_left(fun: Any) -> None:
     one, two, x = _state(), _state(), torch.tensor([0.3, 0.5])
     step, other = as_jax(lambda x: fun(one, x)), as_jax(lambda x: x + 1)

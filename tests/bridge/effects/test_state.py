@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import tensors_in, through
+from helpers import crossed, tensors_in, through
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
@@ -809,8 +809,7 @@ SCRATCH: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*the function keeps a tensor in _Net.(last|rows)")
-@pytest.mark.parametrize("way", [_chunked, _mapped, _in_a_jit, _per_example_gradients])
-@pytest.mark.parametrize("name", SCRATCH)
+@pytest.mark.parametrize(("name", "way"), crossed(SCRATCH, [_chunked, _mapped, _in_a_jit, _per_example_gradients]))
 def test_what_no_later_call_reads_is_computed_and_left_as_it_was(name: str, way: Any) -> None:
     net = SCRATCH[name]()
     plain, before = SCRATCH[name](), [dict(vars(m)) for m in net.modules()]

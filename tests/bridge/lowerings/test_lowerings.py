@@ -164,7 +164,7 @@ LOWERINGS: dict[str, tuple[Fun, tuple[torch.Tensor, ...]]] = {
 }
 
 
-_SLOW_LOWERINGS = ("grid_sample", "ctc", "cov", "pdist")
+_SLOW_LOWERINGS = ("grid_sample", "ctc", "cov", "pdist", "causal mask", "index_reduce amin", "index_reduce mean")
 
 
 @pytest.mark.parametrize("name", marked(LOWERINGS, slow=[n for n in LOWERINGS if n.startswith(_SLOW_LOWERINGS)]))
@@ -452,7 +452,10 @@ def test_truth_values_ties_and_whole_numbers(name: str) -> None:
     _check(fun, *tensors, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("name", ["cholesky_ex", "inv_ex", "solve_ex", "slogdet", "lu_factor_ex", "eigvals"])
+_FACTORS = ("cholesky_ex", "inv_ex", "solve_ex", "slogdet", "lu_factor_ex", "eigvals")
+
+
+@pytest.mark.parametrize("name", marked(_FACTORS, quick=("lu_factor_ex", "eigvals")))
 def test_matrices_without_rows_are_factored(name: str) -> None:
     op = getattr(torch.linalg, name)
     for x in (torch.zeros(0, 0), torch.zeros(2, 0, 0)):
