@@ -91,7 +91,7 @@ def _apart(term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequ
     return [term.replace(factors=tuple(factors), centred=True) for factors in (rest, means)]
 
 
-def _exponents(f: Factor, met: Sequence[Label], axes: tuple[int, ...], dtype: Any) -> Any:
+def _exponents(f: Factor, met: Sequence[Label], axes: tuple[int, ...], dtype: Any) -> jax.Array:
     """Return the size of each row of a factor as a power of four of the largest one's, ``[met]``."""
     array, own = f.array.astype(dtype), tuple(i for i, x in enumerate(f.labels) if x not in met)
     if jnp.iscomplexobj(array):
@@ -106,7 +106,7 @@ def _exponents(f: Factor, met: Sequence[Label], axes: tuple[int, ...], dtype: An
     return jnp.clip(exponents, -60, 0).astype(jnp.int32)
 
 
-def _along(values: Any, f: Factor, labels: Sequence[Label]) -> Any:
+def _along(values: Any, f: Factor, labels: Sequence[Label]) -> jax.Array:
     """Values with these labels, for a product with a factor that has them all."""
     order = [labels.index(x) for x in f.labels if x in labels]
     values = values.transpose(order)

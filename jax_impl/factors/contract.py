@@ -16,7 +16,7 @@ from .windows import over_taps
 _EXAMPLES = 16  # in the count of operations: what all examples share is done once
 
 
-def dense(term: Term, dtype: Any) -> Any:
+def dense(term: Term, dtype: Any) -> jax.Array:
     """Return the term as an array."""
     shape = lengths(term)
     found = over_taps([term], lambda part: dense(part, dtype))
@@ -37,7 +37,7 @@ def dense(term: Term, dtype: Any) -> Any:
     return values if term.mask is None else jnp.where(term.mask, values, 0)
 
 
-def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], entries: list[Label]) -> Any:
+def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], entries: list[Label]) -> jax.Array:
     """Add entries at their places, ``[entries, plain] -> [spread, plain]``."""
     places = [term.places[x] for x in spread]
     if all(
@@ -56,7 +56,9 @@ def _spread(term: Term, values: Any, spread: list[Label], plain: list[Label], en
     return target.at[tuple(where)].add(values, mode="drop")
 
 
-def einsum(factors: Sequence[Factor], out: Sequence[Label], sizes: dict[Label, int], dtype: Any, precision: Any) -> Any:
+def einsum(
+    factors: Sequence[Factor], out: Sequence[Label], sizes: dict[Label, int], dtype: Any, precision: Any
+) -> jax.Array:
     """Return the factors contracted to the labels ``out``, in the cheapest order."""
     numbers: dict[Label, int] = {}
     number = lambda labels: [numbers.setdefault(x, len(numbers)) for x in labels]
@@ -103,7 +105,7 @@ def cheapest_path(
     return path, float(info.opt_cost) / (_EXAMPLES if any(batched) else 1)
 
 
-def scaled(value: Any, scale: Sequence[Factor]) -> Any:
+def scaled(value: Any, scale: Sequence[Factor]) -> jax.Array:
     """Multiply by the numbers of a scale."""
     for f in scale:
         value = value * f.array.astype(value.dtype)

@@ -19,7 +19,7 @@ from .terms import Factor, Label, Places, Term, expanded, matched, new_label, re
 from .windows import over_taps
 
 
-def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
+def squared_norm(terms: Sequence[Term], dtype: Any) -> jax.Array:
     """Return the squared norm of a sum of terms, products of different terms included."""
     if not terms:
         return jnp.zeros((), wide(dtype))
@@ -40,7 +40,7 @@ def squared_norm(terms: Sequence[Term], dtype: Any) -> Any:
     return _trusted(jnp.maximum(total, 0), terms, dtype)
 
 
-def self_inner(term: Term, dtype: Any) -> Any:
+def self_inner(term: Term, dtype: Any) -> jax.Array:
     """Return the squared norm of a term: by Gram matrices or from the array itself, whichever multiplies less."""
     if is_direct(term):
         values = einsum(expanded(term.factors), entries_of(term), term.sizes, dtype, jax.lax.Precision.HIGHEST)
@@ -49,7 +49,7 @@ def self_inner(term: Term, dtype: Any) -> Any:
     return jnp.zeros((), dtype) if value is None else value
 
 
-def inner(a: Term, b: Term, dtype: Any) -> Any:
+def inner(a: Term, b: Term, dtype: Any) -> jax.Array | None:
     """Return the inner product of two terms of one shape; None where it is zero whatever the factors hold."""
     zero = jnp.zeros((), dtype)
     found = over_taps([a, b], lambda s, t: zero if (value := inner(s, t, dtype)) is None else value)
@@ -109,13 +109,13 @@ def inner(a: Term, b: Term, dtype: Any) -> Any:
     return value * scaled(one, a.scale) * scaled(one, b.scale)  # each by itself: together they might overflow
 
 
-def _compared(x: Places, y: Places) -> tuple[Any, Any]:
+def _compared(x: Places, y: Places) -> tuple[jax.Array, jax.Array]:
     """Return the indices of both, equal where entries meet: not where neither stands anywhere."""
     right = jnp.asarray(y.index)
     return jnp.asarray(x.index), right if x.static or y.static else jnp.where(right < y.size, right, -1)
 
 
-def _meetings(x: Places, y: Places) -> Any:
+def _meetings(x: Places, y: Places) -> jax.Array:
     """Return how many pairs of entries meet; in a loop, as XLA on CPU would write out all comparisons to sum them."""
     left, right = _compared(x, y)
     count = lambda _, i: (None, jnp.sum(i == right, dtype=jnp.int32))
@@ -131,7 +131,7 @@ def _is_placed(term: Term) -> bool:
     return not p.static and len({*p.labels, *plain}) == len(p.labels) + len(plain) and set(p.labels) <= set(f.labels)
 
 
-def _at_entries(term: Term, dtype: Any) -> Any:
+def _at_entries(term: Term, dtype: Any) -> jax.Array:
     """Return the squared norm from what stands, in all, in the place of each entry, as the array has it.
 
     The products of entries that stand in one place might cancel.
@@ -148,7 +148,7 @@ def _at_entries(term: Term, dtype: Any) -> Any:
     return jnp.sum(squares / jnp.maximum(count, 1))
 
 
-def _trusted(total: Any, terms: Sequence[Term], dtype: Any) -> Any:
+def _trusted(total: Any, terms: Sequence[Term], dtype: Any) -> jax.Array:
     """Return a squared norm that rounding has not made too small.
 
     A sum of products of factors (Gram matrices, several terms) loses digits where they cancel, which the gradient
@@ -163,7 +163,7 @@ def _trusted(total: Any, terms: Sequence[Term], dtype: Any) -> Any:
     return jnp.where(total < 100 * error, total + error, total)
 
 
-def _reach(term: Term, dtype: Any) -> Any:
+def _reach(term: Term, dtype: Any) -> jax.Array:
     """Return what the norm of a term would be if nothing in it cancelled."""
     kept = {x for x in term.out if x not in term.places}
     lengths = []
@@ -199,5 +199,5 @@ def balanced(term: Term) -> Term:
     return term.replace(factors=tuple(factors), scale=(*term.scale, *sizes))
 
 
-def _masked(value: Any, mask: Any) -> Any:
+def _masked(value: jax.Array, mask: Any) -> jax.Array:
     return value if mask is None else jnp.where(mask, value, 0)

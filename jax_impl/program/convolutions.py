@@ -38,7 +38,7 @@ def run_whole(closed: ClosedJaxpr, *args: Any) -> list[Any]:
 def channels_last(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of arrays that computes the same, its convolutions with channels last."""
 
-    def computed(*args: Any) -> Any:
+    def computed(*args: Any) -> jax.Array:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
         return jax.tree.unflatten(jax.tree.structure(shape), run_whole(closed, *args))
 
@@ -89,7 +89,7 @@ def bind_mapped(equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
 _EXAMPLES, _PRODUCTS = 8, 2048
 
 
-def _convolve(lhs: Any, rhs: Any, **params: Any) -> Any:
+def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Return a convolution in the form that is fast on CPU, where JAX computes there."""
     usual = _is_usual(params) and lhs.dtype in (jnp.float32, jnp.float64)
     if not usual or jax.default_backend() != "cpu":
@@ -113,12 +113,12 @@ def _convolve(lhs: Any, rhs: Any, **params: Any) -> Any:
     return _with_channels_last(lhs, rhs, **params)
 
 
-def _in_parts(lhs: Any, rhs: Any, size: int, **params: Any) -> Any:
+def _in_parts(lhs: jax.Array, rhs: jax.Array, size: int, **params: Any) -> jax.Array:
     """Return a convolution as a sum of those of so many of its input channels."""
     axes = [spec[1] for spec in params["dimension_numbers"][:2]]
     channels = lhs.shape[axes[0]]
 
-    def part(start: Any, size: int) -> Any:
+    def part(start: Any, size: int) -> jax.Array:
         pieces = [jax.lax.dynamic_slice_in_dim(x, start, size, d) for x, d in zip((lhs, rhs), axes, strict=True)]
         return _with_channels_last(*pieces, **params)
 
@@ -128,7 +128,7 @@ def _in_parts(lhs: Any, rhs: Any, size: int, **params: Any) -> Any:
     return total
 
 
-def _by_phases(lhs: Any, rhs: Any, **params: Any) -> Any:
+def _by_phases(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Return a strided convolution of one channel as a plain one that has a channel for each place within a stride."""
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     strides, padding = params["window_strides"], params["padding"]
@@ -148,7 +148,7 @@ def _by_phases(lhs: Any, rhs: Any, **params: Any) -> Any:
     return _as_asked(_convolution(lhs, rhs, **params | plain), out_spec)
 
 
-def _in_phases(lhs: Any, rhs: Any, shape: Sequence[int], **params: Any) -> Any:
+def _in_phases(lhs: jax.Array, rhs: jax.Array, shape: Sequence[int], **params: Any) -> jax.Array:
     """Convolve an input between whose entries zeros stand, as the input itself with a channel for each phase.
 
     Such is the gradient of a strided convolution's input. Its outputs at the places ``d * q + r`` see every ``d``-th
@@ -181,7 +181,7 @@ def _in_phases(lhs: Any, rhs: Any, shape: Sequence[int], **params: Any) -> Any:
     return _as_asked(out[(slice(None), *map(slice, outputs))], out_spec)
 
 
-def _phases_as_channels(x: Any, first: int, strides: Sequence[int]) -> Any:
+def _phases_as_channels(x: jax.Array, first: int, strides: Sequence[int]) -> jax.Array:
     """Make ``[*lead, *spatial, *rest]`` to ``[*lead, *spatial / strides, product of strides, *rest]``."""
     last = first + len(strides)
     lead, spatial, rest = x.shape[:first], x.shape[first:last], x.shape[last:]
@@ -192,7 +192,7 @@ def _phases_as_channels(x: Any, first: int, strides: Sequence[int]) -> Any:
     return x.reshape(*lead, *split[::2], math.prod(strides), *rest)
 
 
-def _with_channels_last(lhs: Any, rhs: Any, **params: Any) -> Any:
+def _with_channels_last(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Return a convolution with its channels last, where there is a fast kernel for them."""
     if not _is_usual(params):
         return _convolution(lhs, rhs, **params)
@@ -201,7 +201,7 @@ def _with_channels_last(lhs: Any, rhs: Any, **params: Any) -> Any:
     return _as_asked(_convolution(lhs, rhs, **params | {"dimension_numbers": _numbers(lhs.ndim)}), out_spec)
 
 
-def _convolution(lhs: Any, rhs: Any, **params: Any) -> Any:
+def _convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     spread = params["feature_group_count"] > 1 and _spreads(lhs.dtype)
     return _kept_apart(lhs, rhs, **params) if spread else jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
 
@@ -211,7 +211,7 @@ def _spreads(dtype: Any) -> bool:
     return jax.default_backend() == "cpu" and dtype in (jnp.float64, jnp.complex128)
 
 
-def _kept_apart(lhs: Any, rhs: Any, **params: Any) -> Any:
+def _kept_apart(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Return a convolution whose groups have two channels, and two features, at least: NaN stays in its group.
 
     Each group that has one gets a second, of zeros. Else NaN would meet the zeros of a kernel that is made dense.
@@ -225,7 +225,7 @@ def _kept_apart(lhs: Any, rhs: Any, **params: Any) -> Any:
     return jax.lax.slice_in_dim(out, 0, None, 2, out_spec[1]) if alone else out
 
 
-def _doubled(x: Any, axis: int) -> Any:
+def _doubled(x: jax.Array, axis: int) -> jax.Array:
     """Return the array with zeros behind each entry along an axis."""
     padding = [(0, 1, 1) if i == axis else (0, 0, 0) for i in range(x.ndim)]
     return jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
@@ -243,13 +243,15 @@ def _numbers(ndim: int) -> jax.lax.ConvDimensionNumbers:
     return jax.lax.ConvDimensionNumbers((0, last, *spatial), (last, last - 1, *range(last - 1)), (0, last, *spatial))
 
 
-def _moved(lhs: Any, rhs: Any, lhs_spec: Sequence[int], rhs_spec: Sequence[int]) -> tuple[Any, Any]:
+def _moved(
+    lhs: jax.Array, rhs: jax.Array, lhs_spec: Sequence[int], rhs_spec: Sequence[int]
+) -> tuple[jax.Array, jax.Array]:
     """Return the operands with their channels last."""
     lhs = jax.lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
     return lhs, jax.lax.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
 
 
-def _as_asked(out: Any, spec: Sequence[int]) -> Any:
+def _as_asked(out: jax.Array, spec: Sequence[int]) -> jax.Array:
     """From channels last to the axes that were asked for."""
     order = (spec[0], *spec[2:], spec[1])
     return jax.lax.transpose(out, [order.index(axis) for axis in range(out.ndim)])
