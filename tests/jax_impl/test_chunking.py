@@ -156,7 +156,7 @@ def wide(x):
     return jnp.sort(jnp.sin(jnp.outer(x, jnp.arange(250.0))).reshape(-1))[:4]
 
 
-@pytest.mark.parametrize("length", [1024, 1021])
+@pytest.mark.parametrize("length", [pytest.param(1024, marks=pytest.mark.slow), 1021])
 def test_memory_follows_the_chunk(length):
     x, between = jnp.ones((length, 4)), 4 * 1000
     used = {chunk: temporary(lambda x, c=chunk: chunked_vmap(wide, c)(x), x) for chunk in (8, 32, 128, None)}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import marked
 
 from microtome.jax_impl import AccumulationType, clip_by_global_norm, clipped_grad, global_norm, micro_grad
 from microtome.jax_impl.factors.registry import RULES
@@ -175,7 +176,7 @@ _WIDE = {
 }
 
 
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("x64", marked([False, True], quick=(False,)))
 def test_casts(x64):
     with jax.enable_x64(x64):
         x = x_of(2, 2, dtype=jnp.float64 if x64 else jnp.float32)
@@ -218,7 +219,7 @@ def test_what_is_not_selected_may_be_nan():
 _INDEX = jnp.array([[1, 7, -1, -5], [0, 2, 3, -4], [5, 6, 9, -9]])
 
 
-@pytest.mark.parametrize("mode", [None, "clip", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fill", "wrap"))])
+@pytest.mark.parametrize("mode", marked([None, "clip", "fill", "wrap"], quick=(None,)))
 def test_an_index_out_of_range_counts_as_it_does_in_the_plain_gradient(mode):
     def read(p, i):
         return p.at[i].get(mode=mode) if mode != "wrap" else jnp.take(p, i, axis=0, mode=mode)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zodiax
-from helpers import printed_by, temporary
+from helpers import marked, printed_by, temporary
 from hypothesis import given, settings
 from jax.flatten_util import ravel_pytree
 from microbatching_cases import assert_same, data
@@ -150,7 +150,7 @@ WEAK = {
 }
 
 
-@pytest.mark.parametrize("case", WEAK)
+@pytest.mark.parametrize("case", marked(WEAK, quick=("number", "tree", "strong")))
 def test_weak_types_are_those_of_the_plain_derivatives(case):
     x = WEAK[case]
     total = lambda x: sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(x))
@@ -317,7 +317,7 @@ def used_by(f, p):
     return used, temporary(lambda p: jax.hessian(lambda v: f(ravel_pytree(p)[1](v)))(ravel_pytree(p)[0]), p)
 
 
-@pytest.mark.parametrize("f", [network, logistic, pytest.param(attention, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("f", marked([network, logistic, attention], quick=(logistic,)))
 def test_hessian_memory_follows_the_block(f):
     p = parameters()
     used, plain = used_by(f, p)
@@ -342,8 +342,8 @@ _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("f", "numbers"),
     [
-        (logsumexp, (2, 408)),
         (strided, (1, 2)),
+        _SLOW(logsumexp, (2, 408)),
         *(_SLOW(f, NUMBERS) for f in (logsumexp, pairwise_energy, regression, network, logistic, attention)),
         *(_SLOW(f, (*NUMBERS, 136, 204, 408)) for f in (strided, largest)),
     ],

@@ -12,7 +12,7 @@ import optax.microbatching as optax
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Pair, marked
+from helpers import Pair, crossed, marked
 from hypothesis import given, settings
 from torch import nn
 from torch.func import functional_call
@@ -253,8 +253,7 @@ def test_containers_of_torch_come_back():
 # --- accumulators ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", list(mt.AccumulationType))
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize(("kind", "partition"), crossed(mt.AccumulationType, PARTITIONS))
 def test_every_accumulation_type_over_examples(kind, partition):
     x = {"b": data(7, 3), "a": data(7, seed=1, dtype=torch.float64)}
     fun = lambda row: (row["b"] * 2, {"z": row["b"].sum(), "a": row["a"] ** 2})
@@ -277,7 +276,7 @@ def ignoring(logits, targets):
     return F.cross_entropy(logits, targets), (targets != -100).sum()
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("partition", marked(PARTITIONS, quick=("strided",)))
 def test_weighted_mean_with_a_microbatch_of_ignored_labels(partition):
     targets = torch.tensor([1, 2, -100, -100, 0] if partition == "contiguous" else [1, -100, 2, -100, 0])
     fun = mt.microbatch(ignoring, (0, 1), 2, mt.weighted_mean(), partition=partition)
@@ -487,12 +486,12 @@ def two_sided(a, b, x):
     return (a["u"] * x).sum() * b + b**2
 
 
-@pytest.mark.parametrize(
-    ("argnums", "batch_argnums"),
-    [(0, 2), (-3, -1), (1, 2), ((0, 1), 2), ((1, 0), (2,)), ([-2], [-1]), ((0, 1, 2), 2), (2, 2)],
-)
-@pytest.mark.parametrize("keep", [True, False])
-def test_argnums(argnums, batch_argnums, keep):
+ARGNUMS = [(0, 2), (-3, -1), (1, 2), ((0, 1), 2), ((1, 0), (2,)), ([-2], [-1]), ((0, 1, 2), 2), (2, 2)]
+
+
+@pytest.mark.parametrize(("numbers", "keep"), crossed(ARGNUMS, [True, False]))
+def test_argnums(numbers, keep):
+    argnums, batch_argnums = numbers
     a, b, x = {"u": data(3), "n": torch.tensor([1, 2])}, torch.tensor(1.5), data(5, 3, seed=1)
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     join = lambda p: CONCAT if p % 3 == 2 else SUM
@@ -909,17 +908,16 @@ def test_each_example_draws_its_own(transform):
         assert {v for row in first for v in row} == {0.0, 2.0, 20.0, 22.0}
 
 
-@pytest.mark.parametrize("transform", RANDOM)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"microbatch_size": None},
-        {"microbatch_size": 1},
-        {"microbatch_size": 7, "remainder": "error"},
-        {"microbatch_size": 9},
-        {"microbatch_size": 3, "partition": "contiguous"},
-    ],
-)
+CUTS = [
+    {"microbatch_size": None},
+    {"microbatch_size": 1},
+    {"microbatch_size": 7, "remainder": "error"},
+    {"microbatch_size": 9},
+    {"microbatch_size": 3, "partition": "contiguous"},
+]
+
+
+@pytest.mark.parametrize(("transform", "options"), crossed(RANDOM, CUTS))
 def test_what_an_example_draws_does_not_depend_on_the_cut(transform, options):
     call, *args = RANDOM[transform](microbatch_size=2)
     other, *_ = RANDOM[transform](**options)
@@ -1171,8 +1169,7 @@ def test_backward_fires_hooks_once():
     assert_same(w.grad, 2 * plain.grad)  # accumulated, as ever
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("size", [None, 2, 3, 9])
+@pytest.mark.parametrize(("size", "partition"), crossed([None, 2, 3, 9], PARTITIONS))
 def test_backward_equals_the_full_batch(size, partition):
     fun = lambda w, b: ((b["x"] @ w).sin().mean(), (b["x"] * w).sum(0), b["x"] * w, b["n"].sum())
     grads = []
@@ -1337,7 +1334,7 @@ def test_layouts(layout):
 # --- optax ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["SUM", "MEAN", "RUNNING_MEAN", "CONCAT"])
+@pytest.mark.parametrize("kind", marked(["SUM", "MEAN", "RUNNING_MEAN", "CONCAT"], slow=("RUNNING_MEAN",)))
 def test_agrees_with_optax_lifted(kind):
     x, w = data(6, 3), data(3, 2, seed=1)
     fun = lambda row: {"z": row @ w, "a": row.sum()}

@@ -176,7 +176,7 @@ def _clipped(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 _SLOW_TRANSFORMED = (
-    *("micro_grad", "micro_grad, clipped", "micro_grad, values", "micro_vmap, mean"),
+    *("micro_grad", "micro_grad, clipped", "micro_grad, values", "micro_vmap", "micro_vmap, mean"),
     *("chunked_vmap", "sliced_scan", "jacobian", "jacobian, rows", "hessian"),
 )
 
@@ -998,7 +998,7 @@ _HELD = _Linear.apply  # bound before
         lambda x, w: _Linear.apply(x, w),
         lambda x, w: _LinearKept.apply(x, w) * w.sum(),
         lambda x, w: _LinearSetUp.apply(_HELD(x, w).tanh(), w),
-        lambda x, w: _Linear.apply(x, w * 2),
+        pytest.param(lambda x, w: _Linear.apply(x, w * 2), marks=pytest.mark.slow),
         lambda x, w: _Linear.apply(x.detach(), w),
         lambda x, w: _Linear.apply(x, w.detach()),
         lambda x, w: checkpoint(lambda y: _HELD(_HELD(y, w).sin(), w), x, use_reentrant=False),

@@ -44,7 +44,7 @@ def _writing(state: types.SimpleNamespace, weight: torch.Tensor) -> Fun:
     return fun
 
 
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_write_where_autograd_is_off_keeps_the_history_of_what_it_writes_to(step: int) -> None:
     def run(transform: Fun) -> Any:
         torch.manual_seed(0)

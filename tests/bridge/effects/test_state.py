@@ -1364,7 +1364,8 @@ def _new_memory_kept(net: Any, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     "step",
     [
-        *(_averages_for_a_while, _perturbed_for_a_while, _two_assignments, _assigned_then_written, _the_parameter),
+        pytest.param(_averages_for_a_while, marks=pytest.mark.slow),
+        *(_perturbed_for_a_while, _two_assignments, _assigned_then_written, _the_parameter),
         *(_a_view, _old_memory_kept, _new_memory_kept),
     ],
 )

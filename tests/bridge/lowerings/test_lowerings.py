@@ -446,7 +446,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", marked(EXACT, slow=("index_put by or", "put by or", "scatter_add by or")))
 def test_truth_values_ties_and_whole_numbers(name: str) -> None:
     fun, *tensors = EXACT[name]
     _check(fun, *tensors, tolerance=1e-6)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 import torch
+from helpers import marked
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,7 +65,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", marked(TRANSFORMS, slow=("micro_grad",)))
 def test_the_second_pass_sees_the_parameters_of_the_first(name: str, reentrant: bool) -> None:
     net, plain = pair(3, 2, reentrant)
     others = {k: torch.randn_like(p) for k, p in net.named_parameters()}  # not the module's own

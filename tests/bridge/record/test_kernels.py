@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
@@ -66,7 +67,7 @@ def _same(fun: Fun, name: str, *xs: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", marked(DTYPES, slow=(torch.float64,)), ids=str)
 def test_a_function_takes_the_dtypes_that_torch_takes(dtype: torch.dtype) -> None:
     for name, fun in OF_ONE.items():
         _same(fun, name, torch.ones(2, 4, dtype=dtype))

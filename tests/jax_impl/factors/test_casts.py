@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers import crossed, marked
 
 from microtome import torch_api as mt
 from microtome.jax_impl import clipped_grad, micro_grad
@@ -63,7 +64,13 @@ def _close(result, expected):
     jax.tree.map(close, result, expected)
 
 
-@pytest.mark.parametrize("name", SEEN)
+_NEAR = (  # others of their kind are quick
+    *("residual of 64 bits", "residual in two places", "residual, stepwise", "residual, the other way round"),
+    *("residual of a scaled copy", "too small, its norm"),
+)
+
+
+@pytest.mark.parametrize("name", marked(SEEN, slow=_NEAR))
 def test_what_a_cast_rounds_away_counts(name):
     dtype, transform = SEEN[name]
     with jax.enable_x64(True):
@@ -139,8 +146,7 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("values", [False, True])
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(("name", "values"), crossed(DATA, [False, True]))
 def test_gradients_that_are_made_of_data_alone_are_computed_as_written(name, values):
     loss = lambda w, x, z: (DATA[name](x, z).astype(f32) * w).sum()
     rng = np.random.default_rng(0)
@@ -156,7 +162,9 @@ def test_gradients_that_are_made_of_data_alone_are_computed_as_written(name, val
         assert float(jnp.abs(grads).max()) > 0
 
 
-@pytest.mark.parametrize(("offset", "dtype"), [(1024, f16), (512, f16), (192, bf16)])
+@pytest.mark.parametrize(
+    ("offset", "dtype"), [(1024, f16), pytest.param(512, f16, marks=pytest.mark.slow), (192, bf16)]
+)
 def test_norms_in_half_precision_of_inputs_with_an_offset(offset, dtype):
     """Whole numbers, which half precision holds, and cotangents that add up to zero."""
     rng = np.random.default_rng(0)
@@ -171,7 +179,7 @@ def test_norms_in_half_precision_of_inputs_with_an_offset(offset, dtype):
     np.testing.assert_allclose(aux.grad_norms, [np.linalg.norm(g) for g in grads], rtol=1e-3)
 
 
-@pytest.mark.parametrize("size", [1e-18, 1e-19, 5e-20, 1e-21, 1e-25])
+@pytest.mark.parametrize("size", marked([1e-18, 1e-19, 5e-20, 1e-21, 1e-25], quick=(1e-18, 1e-25)))
 def test_the_bound_holds_where_squares_are_flushed_to_zero(size):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4, 6)), f32)
     fun = clipped_grad(lambda w, x: (w * x).sum() * size, l2_clip_norm=1e-21, keep_batch_dim=False)

@@ -160,7 +160,7 @@ def test_a_traced_number_of_microbatches_and_an_empty_batch(always):
     assert_same(micro_grad(loss_of, **options)(params_of(), x[:0])[0], jax.tree.map(jnp.zeros_like, params_of()))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", _SLOW("float16")])
 def test_half_precision_is_summed_in_float32(dtype, always):
     ones = lambda grads: jax.tree.map(lambda g: jnp.isfinite(g).astype(g.dtype), grads)
     got = micro_grad(loss_of, transform_fn=ones)(params_of(dtype), rows_of(1000, dtype))[0]
@@ -263,7 +263,7 @@ def test_gradients_that_are_the_same_for_all_are_not_stacked(name):
         assert_same(compiled(params), want)
 
 
-@pytest.mark.parametrize("how", ["frozen", "detached", _SLOW("unreached"), _SLOW("trained")])
+@pytest.mark.parametrize("how", ["frozen", *map(_SLOW, ("detached", "unreached", "trained"))])
 def test_frozen_parameters_of_torch_are_not_stacked(how):
     model = torch.nn.Sequential(torch.nn.Linear(_SIDE, _SIDE, bias=False), torch.nn.Linear(_SIDE, 1))
     first, last = model[0].weight.requires_grad_(how != "frozen"), model[1]

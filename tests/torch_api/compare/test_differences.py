@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers import crossed
 
 from microtome import torch_api as mt
 
@@ -94,8 +95,7 @@ CANCELLING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", CANCELLING)
+@pytest.mark.parametrize(("name", "seed"), crossed(CANCELLING, range(2)))
 def test_what_is_zero_but_for_rounding(name: str, seed: int) -> None:
     x = torch.randn(64, generator=torch.Generator().manual_seed(seed))
     assert set(verdicts(*CANCELLING[name], x).values()) <= {"equal", "rounding"}
