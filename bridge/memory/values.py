@@ -277,7 +277,7 @@ def array_to_tensor(array: jax.Array, *, copy: bool = False) -> torch.Tensor:
         TypeError: not a `jax.Array` with data (a traced value), or torch lacks the dtype.
         ValueError: the array is spread over several devices, or torch cannot address its device.
 
-    >>> array_to_tensor(jnp.arange(3, dtype=jnp.uint8))
+    >>> array_to_tensor(jax.numpy.arange(3, dtype="uint8"))
     tensor([0, 1, 2], dtype=torch.uint8)
     """
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
