@@ -49,6 +49,10 @@ STATIC_FLOATS: Cache[bool] = Cache()
 
 
 def held() -> list[str]:
-    """Describe the programs that are kept: the line of the function, what of it is computed, and for which inputs."""
+    """Describe the programs that are kept, the last one last: the line of the function, and what is computed of it.
+
+    Then the form of each input, the values of static arguments, the inputs by which there are gradients, and a number
+    that changes with what the function captures besides tensors.
+    """
     with LOCK:
         return [program.title for program in PROGRAMS.values()]

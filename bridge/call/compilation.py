@@ -1,4 +1,4 @@
-"""Functions of flat arrays that stand for a call, its derivatives and its maps, and their compiled programs."""
+"""The compiled programs of a call, its derivatives and its maps: forward, and backward where an input asks for it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ..effects.running import where
 from ..effects.side_effects import Watched
 from ..memory.dtypes import jax_dtype
 from ..memory.trees import flatten
-from ..memory.values import array_to_tensor, jax_device, tensor_to_array, tensors_to_arguments
+from ..memory.values import array_to_tensor, jax_device, tensor_to_array, tensors_to_arguments, unusual_stride
+from .failures import Checked
 from .flat import Flat, Outline, Root, linearize
 from .pullbacks import Backward, Pullback, independent, unread
-from .reporting import Checked
 
 _KEY = jax.ShapeDtypeStruct((2,), "uint32")
 
@@ -59,10 +59,7 @@ class Program:
     def __init__(self, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
         root = flat.root
         self.need = tuple(torch.is_grad_enabled() and is_differentiable(t) for t in tensors)
-        forms = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
-        needed = [str(i) for i, n in enumerate(self.need) if n]
-        by = f", with gradients by input {', '.join(needed)}" if needed else ""
-        self.title = f"{where(root.walk)}{flat.what} of {', '.join(forms) or 'no tensors'}{by}"
+        self.title = f"{where(root.walk)}{flat.what} of {_described(root, tensors, self.need)}"
         self.device, self.grad = root.device, root.grad
         self.recompute = root.recompute and flat is root
         call = Call({}, None, root.device, root.grad)
@@ -243,3 +240,23 @@ def _format(order: tuple[int, ...], where: jax.sharding.Sharding) -> Format:
 def is_differentiable(tensor: torch.Tensor) -> bool:
     """Whether torch would track gradients of the tensor."""
     return tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _described(root: Root, tensors: Sequence[torch.Tensor], need: Sequence[bool]) -> str:
+    """What tells the programs of one function apart."""
+    parts = [_form(t) for t in tensors] or ["no tensors"]
+    parts += [f"static {x!r:.40}" if _is_plain(x) else f"a static {type(x).__name__}" for x in root.static]
+    needed = [str(i) for i, n in enumerate(need) if n]
+    parts += [f"with gradients by input {' and '.join(needed)}"] if needed else []
+    return ", ".join([*parts, f"captured values {hash(root.walk.key) & 0xFFFF:04x}"])
+
+
+def _form(tensor: torch.Tensor) -> str:
+    with torch._C.DisableTorchFunction():
+        form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        form += "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+        return form if unusual_stride(tensor) is None else f"{form} with strides {tensor.stride()}"
+
+
+def _is_plain(x: Any) -> bool:
+    return x is None or type(x) in (bool, int, float, complex, str, bytes)

@@ -66,6 +66,7 @@ class Root(Flat):
             self.strides = [unusual_stride(t) for t in arguments]
         self.histories: Sequence[History] = ()  # of the arguments, if the function asks for it
         self.only_maps = False  # it takes no derivatives of its own
+        self.static: Sequence[Any] = ()  # those of its arguments that are no inputs
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.before: list[Entry] = []  # what stood where the call has left something
         self.outline: Outline | None = None

@@ -187,7 +187,7 @@ class _Preparation:
         captured = [*self.walk.tensors, *hidden]
         key = self.walk.key, self.fixed
         root = Root(key, self._body, self.arguments, captured, self.walk, self.recompute, self.is_quiet)
-        root.has_floats, root.histories = bool(self.floats), self.histories
+        root.has_floats, root.histories, root.static = bool(self.floats), self.histories, self.structure.fixed
         root.only_maps = getattr(self.fun, "__dict__", {}).get(MAPS) is self.fun
         return root, list(map(ti.unwrap_if_dead, root.inputs))  # state may be left by a transform that is over
 

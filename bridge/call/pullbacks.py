@@ -13,7 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from ..derive.context import Call
 from ..derive.dependence import dependent_outputs, read_inputs
-from .reporting import Checked
+from .failures import Checked
 
 
 def pull_back(move: Any, inputs: Sequence[Any], live: Sequence[bool], cotangents: Sequence[Any]) -> list[Any]:

@@ -2,6 +2,9 @@
 
 One small function an op, grouped by kind in the files of this folder. A lowering takes what the op takes, with arrays
 in the place of tensors, and returns arrays; the caller casts each to the dtype and shape that eager torch gives.
+``bounds`` and ``conditions`` are what eager torch asks of indices and values, and raises for (``checks`` is the
+primitive that does); ``half`` lists what torch computes in float32; ``moved`` and ``stored`` are no ops of torch's, but
+what a recording makes of some. Start reading in ``_registry`` and any file by its kind.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a program asks of its values while it runs, and the error that it raises where they differ.
 
 A check is a primitive that hands results of the program on, so that it lives as long as any of them is used. In the
-programs that the bridge compiles, :mod:`reporting` makes what failed an output. In a program of the user's own, which
-has no output for it, it is lowered for the CPU to a comparison and a branch that calls back to Python in the bad case
-only. Other devices are not checked.
+programs that the bridge compiles, ``call/failures.py`` makes what failed an output. In a program of the user's own,
+which has no output for it, it is lowered for the CPU to a comparison and a branch that calls back to Python in the bad
+case only. Other devices are not checked.
 """
 
 from __future__ import annotations

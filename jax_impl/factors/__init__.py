@@ -17,6 +17,8 @@ holds for any function, since it is derived from the program and not from layers
 In: the program of one example, which inputs differ between examples, which outputs are only summed
 (:class:`factored.Factored`). Out: a function of a microbatch whose sums come as :class:`program.sums.Sum`.
 
+Start reading in :mod:`terms`, and then in this order:
+
 1. :mod:`plan` finds, from the outputs backwards, the variables that are only ever used in ways that rules allow.
 2. :mod:`evaluator` traces the program once more. At a variable that was found, a product is not carried out; the rules
    carry it through the operations. What has no rule, or is no larger than its factors, is computed; :mod:`explain` says
@@ -24,12 +26,12 @@ In: the program of one example, which inputs differ between examples, which outp
 3. :mod:`factored` maps that program over a microbatch, and :mod:`weighted` adds up. What has to be a whole gradient
    runs for one example after another (:mod:`one_by_one`).
 
-Terms: :mod:`terms` (what they are), :mod:`windows` (of convolutions), :mod:`contract` (to an array), :mod:`norms`,
+Terms: :mod:`terms` (what they are), :mod:`windows` (of convolutions), :mod:`dense` (to an array), :mod:`norms`,
 :mod:`centring` (so that norms do not cancel), :mod:`merging`, :mod:`lazy` (sums of terms in the place of arrays).
 
 Rules: :mod:`registry` says how one is written; they are in the file of their kind, :mod:`moves`, :mod:`slices`,
-:mod:`arithmetic`, :mod:`squares`, :mod:`products`, :mod:`scatter`, :mod:`convolution`, :mod:`scans`. :mod:`casts` says
-where the rounding of a cast counts, so that no rule applies.
+:mod:`arithmetic`, :mod:`squares`, :mod:`contractions`, :mod:`scatter`, :mod:`convolution`, :mod:`scans`. :mod:`casts`
+says where the rounding of a cast counts, so that no rule applies.
 
 For layers with hooks this is known as ghost norms (Li et al., 2021, arXiv:2110.05679) and book-keeping (Bu et al.,
 2022, arXiv:2210.00038).

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..program.sums import wide
-from .contract import einsum, is_direct
+from .dense import einsum, is_direct
 from .merging import FEW, merged
 from .terms import Factor, Label, Term, Windows, is_half, narrowed
 

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from ..program.evaluate import shaped
 from ..program.sums import wide
-from .contract import dense
+from .dense import dense
 from .lazy import Lazy
 from .registry import Evaluator, rule
 from .terms import Factor, Label, Term, UnsupportedError, Windows, new_label, whole

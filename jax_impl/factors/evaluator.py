@@ -21,7 +21,7 @@ from ..program.dataflow import makers, uses, within
 from ..program.evaluate import Atom, evaluate, own_width, read, shaped
 from ..program.inline import batched_variables
 from ..program.sums import is_narrow
-from . import convolution, moves, products, scans, scatter, slices, squares  # noqa: F401  (their rules)
+from . import contractions, convolution, moves, scans, scatter, slices, squares  # noqa: F401  (their rules)
 from .arithmetic import adds
 from .explain import Path
 from .lazy import Lazy, Squares

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..program.sums import wide
-from .contract import dense
+from .dense import dense
 from .terms import Factor, Term, consistent, lengths, whole, working
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..program.sums import wide
-from .contract import scaled
+from .dense import scaled
 from .terms import Factor, Label, Places, Term, Windows, new_label
 
 FEW = 4  # a pair, a triplet: what a loss may compare

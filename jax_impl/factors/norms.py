@@ -14,7 +14,7 @@ import numpy as np
 
 from ..program.sums import wide
 from .centring import centred
-from .contract import einsum, entries_of, is_direct, scaled
+from .dense import einsum, entries_of, is_direct, scaled
 from .terms import Factor, Label, Places, Term, expanded, matched, new_label, read_at, working
 from .windows import over_taps
 

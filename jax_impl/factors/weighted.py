@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..program.sums import wide
-from .contract import dense
+from .dense import dense
 from .pieces import Piece, stacked
 from .terms import Factor, Label, Term, working
 

@@ -31,11 +31,11 @@ def _product(x: torch.Tensor, n: int = 1) -> torch.Tensor:
 
 
 def _lines() -> list[str]:
-    """What is held, without the file in front."""
+    """What is held, without the file in front and the number of what is captured at the end."""
     where = f"{__file__}:{inspect.getsourcelines(_product)[1]}: "
-    held = cache.held()
-    assert all(line.startswith(where) for line in held)
-    return [line.removeprefix(where) for line in held]
+    held = [line.rpartition(", captured values ") for line in cache.held()]
+    assert all(line.startswith(where) for line, _, _ in held)
+    return [line.removeprefix(where) for line, _, _ in held]
 
 
 @pytest.mark.usefixtures("programs")
@@ -50,7 +50,21 @@ def test_what_is_held_tells_why_a_call_compiled_again() -> None:
     call(torch.ones(2, requires_grad=True))
     assert _lines()[3:] == ["the call of float32[2], with gradients by input 0"]
     call(torch.ones(2), 2)
-    assert _lines()[4:] == ["the call of float32[2]"], "another static argument"
+    assert _lines()[4:] == ["the call of float32[2], static 2"]
+    call(torch.ones(3, 2).t())
+    assert _lines()[5:] == ["the call of float32[2, 3] with strides (1, 2)"]
+
+
+@pytest.mark.usefixtures("programs")
+def test_another_captured_value_has_another_number() -> None:
+    scale = [2.0]
+    call: Any = as_torch(as_jax(lambda x: x * scale[0]))
+    call(torch.ones(2))
+    scale[0] = 3.0
+    call(torch.ones(2))
+    one, two = cache.held()
+    assert one != two
+    assert one.rpartition(" ")[0] == two.rpartition(" ")[0]
 
 
 @pytest.mark.usefixtures("programs")
@@ -59,7 +73,7 @@ def test_derivatives_of_a_call_are_named() -> None:
     torch.func.jvp(call, (torch.ones(2),), (torch.ones(2),))
     assert "the Jacobian-vector product of float32[2], float32[2]" in _lines()
     torch.func.grad(lambda x: call(x).sum())(torch.ones(2))
-    assert "the vector-Jacobian product of float32[2], float32[2]" in _lines()
+    assert any(line.startswith("the vector-Jacobian product of float32[2], float32[2]") for line in _lines())
 
 
 @pytest.mark.usefixtures("programs")

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
-from microtome.bridge.call import reporting
+from microtome.bridge.call import failures
 
-HERE = r"test_reporting\.py:\d+: "
+HERE = r"test_failures\.py:\d+: "
 TABLE = torch.arange(6.0).reshape(3, 2) + 1
 
 
@@ -28,13 +28,13 @@ TABLE = torch.arange(6.0).reshape(3, 2) + 1
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The programs that are compiled, of which none may call back."""
     made: list[Any] = []
-    compile_ = reporting.Checked.__init__
+    compile_ = failures.Checked.__init__
 
     def compile_and_keep(self: Any, *args: Any) -> None:
         compile_(self, *args)
         made.append(self.compiled)
 
-    monkeypatch.setattr(reporting.Checked, "__init__", compile_and_keep)
+    monkeypatch.setattr(failures.Checked, "__init__", compile_and_keep)
     yield made
     assert made
     for program in made:
