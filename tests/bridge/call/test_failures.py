@@ -71,7 +71,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "micro_grad": lambda w, i: mt.micro_grad(_labels, microbatch_size=2)(w, i),
     "chunked_vmap": lambda w, i: mt.chunked_vmap(_embedding, 2, in_axes=(None, 0))(w, i).sum().backward(),
     "vmap": lambda w, i: torch.func.vmap(as_torch(as_jax(_embedding)), (None, 0))(w, i).sum().backward(),
-    "second order": lambda w, i: mt.hvp(lambda w: _embedding(w, i), w, w),
+    "second order": lambda w, i: mt.hvp(lambda w: _embedding(w, i), w)(w),
     "scan": lambda w, i: mt.checkpoint_chunked_scan(lambda c, k: (c + _embedding(w, k), c), w.sum(), i, chunk_size=2)[
         0
     ].backward(),
