@@ -170,11 +170,8 @@ def _join(leaves: Mapping[str, Any], state: State) -> dict[str, Source]:
                     way = {**way, "shape": shape} if "shape" in way else way
                     offers.append((likeness(named, words(stem)), path, Source(tuple(names), **way)))
         for stem, names in siblings.items():
-            for order in (None, (1, 0)) if state[names[0]].dim() == 2 else (None,):
-                part = state[names[0]].shape if order is None else state[names[0]].shape[::-1]
-                for axis in range(len(part)):
-                    if (*part[:axis], part[axis] * len(names), *part[axis + 1 :]) == shape:
-                        offers.append((likeness(named, words(stem)), path, Source(tuple(names), None, order, axis)))
+            like, fused = likeness(named, words(stem)), _fused(names, state[names[0]].shape, shape)
+            offers += [(like, path, source) for source in fused]
         offers = [offer for offer in offers if offer[1] != path or offer[0] > least]
     found: dict[str, Source] = {}
     used: set[str] = set()
@@ -183,6 +180,15 @@ def _join(leaves: Mapping[str, Any], state: State) -> dict[str, Source]:
             found[path] = source
             used |= set(_names(source))
     return found
+
+
+def _fused(names: Sequence[str], part: torch.Size, shape: tuple[int, ...]) -> Iterator[Source]:
+    """How a leaf may consist of tensors of one shape side by side, as they are or transposed."""
+    for order in (None, (1, 0)) if len(part) == 2 else (None,):
+        sizes = tuple(part) if order is None else tuple(part[::-1])
+        for axis, size in enumerate(sizes):
+            if (*sizes[:axis], size * len(names), *sizes[axis + 1 :]) == shape:
+                yield Source(tuple(names), None, order, axis)
 
 
 def _layers(state: State) -> dict[str, list[str]]:
