@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from jax import Array
 
-from ._registry import OWN, Lowering
+from ._registry import OWN, Forms, Function, Lowering
 from .torchax_ops import torchax_table
 
 _FILES = (
@@ -51,12 +51,12 @@ def _load() -> None:
         importlib.import_module(f"{__name__}.{file}")
 
 
-def _own(op: Any) -> Lowering | None:
+def _own(op: torch._ops.OpOverload) -> Lowering | None:
     _load()
     return OWN.get(str(op)) or OWN.get(str(op.overloadpacket))
 
 
-def from_torchax(op: Any) -> Callable[..., Any] | None:
+def from_torchax(op: torch._ops.OpOverload) -> Function | None:
     """torchax's lowering of an op, if it has one that can be used."""
     table = torchax_table()
     if str(op.overloadpacket) in _WRONG_IN_TORCHAX:
@@ -73,7 +73,7 @@ def has_lowering(op: torch._ops.OpOverload) -> Literal["own", "torchax"] | None:
 
 
 @functools.cache
-def find_lowering(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+def find_lowering(op: torch._ops.OpOverload) -> Function | None:
     """``lowering(*args, **kwargs, _results, _key)``: the metas of the results, and the key of a random op."""
     own = _own(op)
     if own is not None:
@@ -82,7 +82,7 @@ def find_lowering(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     if table is None:
         return None
 
-    def call(*args: Any, _results: Any, _key: Any, **kwargs: Any) -> Any:
+    def call(*args: object, _results: Forms, _key: Array | None, **kwargs: object) -> Any:
         for name in ("pin_memory", "layout", "device"):
             kwargs.pop(name, None)
         return table(*args, **kwargs)

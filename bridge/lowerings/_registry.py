@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
-Fun = TypeVar("Fun", bound=Callable[..., Any])
+import torch
+from jax import Array
+
+Function = Callable[..., Any]  # from what an op takes, with arrays in the place of tensors, to what it returns
+Number = int | float | complex
+Arguments = Sequence[Any]  # of an op: arrays or tensors, numbers, flags, lists of these
+
+
+class Form(Protocol):
+    """What is known of a result: dtype and shape that eager torch gives it."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Forms = Sequence[Form]
+Fun = TypeVar("Fun", bound=Function)
 OWN: dict[str, Lowering] = {}
 
 
@@ -14,10 +33,10 @@ class Lowering:
 
     __slots__ = ("fun", "key", "results")
 
-    def __init__(self, fun: Callable[..., Any], results: bool, key: bool) -> None:
+    def __init__(self, fun: Function, results: bool, key: bool) -> None:
         self.fun, self.results, self.key = fun, results, key
 
-    def __call__(self, *args: Any, _results: Any, _key: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, _results: Forms, _key: Array | None, **kwargs: object) -> Any:
         if self.results:
             kwargs["results"] = _results
         if self.key:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._registry import Arguments
 from .checks import check_p
 
 # Ops with the arguments (self, dim, index, ...).
@@ -29,7 +29,7 @@ _BY_SEVERAL = frozenset(
     {"aten.index", "aten.index_put", "aten._unsafe_index", "aten._unsafe_index_put", "aten._index_put_impl"}
 )
 # The place of the index among the arguments, and from the arguments the least index and the first that is too large.
-_OTHERS: dict[str, tuple[int, Callable[[Sequence[Any]], tuple[int, int]]]] = {
+_OTHERS: dict[str, tuple[int, Callable[[Arguments], tuple[int, int]]]] = {
     "aten.embedding": (1, lambda args: (0, args[0].shape[0])),
     "aten.embedding_dense_backward": (1, lambda args: (0, args[2])),
     # -1 ends the labels of a row
@@ -43,7 +43,7 @@ _OTHERS: dict[str, tuple[int, Callable[[Sequence[Any]], tuple[int, int]]]] = {
 }
 
 
-def checked(op: Any, args: Sequence[Any], line: str) -> Sequence[Any]:
+def checked(op: object, args: Arguments, line: str) -> Sequence[object]:
     """The arguments of an op, its indices watched."""
     name = _name(op)
     if name in _BY_SEVERAL:
@@ -58,11 +58,11 @@ def checked(op: Any, args: Sequence[Any], line: str) -> Sequence[Any]:
     return [*args[:place], _watch(args[place], end, least, line), *args[place + 1 :]]
 
 
-def _name(op: Any) -> str:
+def _name(op: object) -> str:
     return str(getattr(op, "overloadpacket", op))
 
 
-def _watch_several(x: Any, indices: Sequence[Any], line: str) -> list[Any]:
+def _watch_several(x: jax.Array, indices: Arguments, line: str) -> list[object]:
     watched, axis = [], 0
     for index in indices:
         is_mask = index is not None and getattr(index, "dtype", None) == np.bool_
@@ -73,7 +73,7 @@ def _watch_several(x: Any, indices: Sequence[Any], line: str) -> list[Any]:
     return watched
 
 
-def _watch(index: Any, size: int, least: int, line: str) -> Any:
+def _watch(index: object, size: int, least: int, line: str) -> object:
     if not isinstance(index, jax.Array) or not jnp.issubdtype(index.dtype, jnp.integer):
         return index
     (index,) = check_p.bind(index, index, condition=_Within(least, size), line=line)

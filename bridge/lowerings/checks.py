@@ -9,7 +9,7 @@ case only. Other devices are not checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol, SupportsInt
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from ..base.versions import enable_x64
 class Condition(Protocol):
     """``holds`` of each element of the evidence, or of all together; else an error."""
 
-    def holds(self, evidence: Any, /) -> Any:
+    def holds(self, evidence: jax.Array, /) -> jax.Array:
         """Whether it holds, for each element."""
 
     def error(self, value: int, place: int | None, /) -> Exception:
@@ -52,7 +52,7 @@ def first_failure(condition: Condition, evidence: jax.Array) -> tuple[jax.Array,
 
 
 def _lowered(evidence: jax.Array, *results: jax.Array, condition: Condition, line: str) -> Sequence[jax.Array]:
-    def fail(place: Any, value: Any) -> None:
+    def fail(place: SupportsInt, value: SupportsInt) -> None:
         raise raised(condition, line, int(value), int(place) if evidence.ndim else None)
 
     with enable_x64():  # the evidence may be 64-bit in a program that JAX lowers in its 32-bit mode
@@ -61,12 +61,16 @@ def _lowered(evidence: jax.Array, *results: jax.Array, condition: Condition, lin
     return results
 
 
-def _batched(arrays: Sequence[Any], axes: Sequence[int | None], **params: Any) -> tuple[list[Any], Sequence[Any]]:
+def _batched(
+    arrays: Sequence[jax.Array], axes: Sequence[int | None], **params: object
+) -> tuple[list[jax.Array], Sequence[object]]:
     evidence = arrays[0] if axes[0] is None else jnp.moveaxis(arrays[0], axes[0], 0)
     return check_p.bind(evidence, *arrays[1:], **params), axes[1:]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[object], **params: object
+) -> tuple[list[jax.Array], Sequence[object]]:
     return check_p.bind(*primals, **params), tangents[1:]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +77,7 @@ def _of_complex(name: str, fun: Callable[..., Array]) -> None:
     """A lowering by ``fun`` for complex numbers alone: torchax's for others."""
     real = torchax_table()[getattr(torch.ops.aten, name)]
 
-    def lower(x: Array, *args: Any, **kwargs: Any) -> Any:
+    def lower(x: Array, *args: object, **kwargs: object) -> Array:
         return (fun if jnp.issubdtype(x.dtype, jnp.complexfloating) else real)(x, *args, **kwargs)
 
     lowering(f"aten.{name}")(lower)

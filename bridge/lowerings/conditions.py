@@ -11,7 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+from jax import Array
 
+from ._registry import Arguments
 from .checks import Condition, check_p
 
 aten = torch.ops.aten
@@ -21,7 +23,7 @@ aten = torch.ops.aten
 class _Asked:
     """``holds`` of each element of the evidence, or the error that torch raises."""
 
-    holds: Callable[[Any], Any]
+    holds: Callable[[Array], Any]
     error: Callable[[int, int | None], Exception]
 
 
@@ -88,7 +90,7 @@ _DIVISOR = _Asked(lambda divisor: divisor != 0, _says("ZeroDivisionError: whole 
 _DIVIDING = (aten.floor_divide, aten.remainder, aten.fmod)
 
 # The conditions that an op asks of its arguments, by their place.
-_REQUIRED: dict[Any, list[tuple[int, Condition]]] = {
+_REQUIRED: dict[object, list[tuple[int, Condition]]] = {
     aten.bernoulli.default: [(0, _PROBABILITY)],
     aten.bernoulli.Tensor: [(1, _PROBABILITY)],
     aten.poisson.default: [(0, _NOT_NEGATIVE)],
@@ -106,7 +108,7 @@ _REQUIRED: dict[Any, list[tuple[int, Condition]]] = {
 _CHECKING = (aten.linalg_cholesky_ex, aten.linalg_inv_ex, aten.linalg_lu_factor_ex, aten._linalg_solve_ex)
 
 
-def reports_failure(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def reports_failure(op: object, args: Sequence[object], kwargs: dict[str, object]) -> bool:
     """Whether this is a factorisation that was asked to raise where it fails."""
     return getattr(op, "overloadpacket", None) in _CHECKING and bool(kwargs.get("check_errors"))
 
@@ -120,7 +122,7 @@ class Check:
     line: str
 
 
-def required(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Condition]]:
+def required(op: object, args: Arguments, kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Condition]]:
     """The conditions that an op asks of its arguments."""
     if op is aten.repeat_interleave.Tensor:
         size = kwargs.get("output_size")
@@ -136,14 +138,14 @@ def required(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple
     return [(tensor, condition) for tensor, condition in asked if isinstance(tensor, torch.Tensor)]
 
 
-def _divides_integers(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _divides_integers(op: object, args: Sequence[object], kwargs: dict[str, object]) -> bool:
     packet = getattr(op, "overloadpacket", None)
     if packet not in _DIVIDING and not (packet is aten.div and kwargs.get("rounding_mode")):
         return False
     return not any(x.is_floating_point() if isinstance(x, torch.Tensor) else isinstance(x, float) for x in args[:2])
 
 
-def watched(checks: Sequence[Check], read: Callable[[Any], Any], results: list[Any]) -> list[Any]:
+def watched(checks: Sequence[Check], read: Callable[[Any], Array], results: list[Array]) -> list[Array]:
     """The results of a program, in which these conditions are to hold."""
     for check in checks if results else ():
         results = check_p.bind(read(check.evidence), *results, condition=check.condition, line=check.line)

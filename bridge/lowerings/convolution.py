@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...jax_impl.program.convolutions import channels_last
-from ._registry import lowering
+from ._registry import Forms, lowering
 
 
 @lowering("aten.convolution", "aten._convolution", results=True)
@@ -25,7 +25,7 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
     *flags: bool,
-    results: Any = (),
+    results: Forms = (),
 ) -> Array:
     """torchax's gives wrong numbers for grouped transposed convolutions."""
     spatial = weight.ndim - 2
@@ -58,14 +58,14 @@ def convolution_backward(
     g: Array,
     x: Array,
     weight: Array,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
     transposed: bool,
-    output_padding: Any,
+    output_padding: Sequence[int],
     groups: int,
-    mask: Any,
+    mask: Sequence[bool],
 ) -> tuple[Array | None, ...]:
     def apply(x: Array, weight: Array) -> Array:
         return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array
+from jax.typing import ArrayLike
 
 from ..memory.dtypes import jax_dtype
-from ._registry import lowering
+from ._registry import Forms, lowering
 from .complex import COMPLEX_POWERS, quotient
 
 aten = torch.ops.aten
+Operand = TypeVar("Operand", bound=ArrayLike)
 
 
 @lowering("aten.digamma")
@@ -85,13 +87,13 @@ def matrix_exp(x: Array) -> Array:
     return jax.scipy.linalg.expm(x) if x.size else x
 
 
-def _integers(results: Any) -> Any:
+def _integers(results: Forms) -> np.dtype | None:
     """The dtype of the result, if it is one of whole numbers: torchax computes these in floating point."""
     dtype = jax_dtype(results[0].dtype)
     return dtype if jnp.issubdtype(dtype, jnp.integer) else None
 
 
-def _torchax(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _torchax(op: torch._ops.OpOverload, *args: object, **kwargs: object) -> Array:
     from . import from_torchax
 
     table = from_torchax(op)
@@ -99,13 +101,13 @@ def _torchax(op: Any, *args: Any, **kwargs: Any) -> Any:
     return table(*args, **kwargs)
 
 
-def _numbers(x: Any, dtype: Any) -> Any:
+def _numbers(x: Operand, dtype: np.dtype) -> Operand | Array:
     """A mask as ones and zeros: by the conversion, XLA would take a product with it for a selection, inf * 0 for 0."""
     is_mask = getattr(x, "dtype", None) == np.bool_
     return jnp.where(x, jnp.ones((), dtype), jnp.zeros((), dtype)) if is_mask else x
 
 
-def _beside_number(x: Any, y: Any, results: Any) -> tuple[Any, Any]:
+def _beside_number(x: ArrayLike, y: ArrayLike, results: Forms) -> tuple[ArrayLike, ArrayLike]:
     """Both operands in float32, where a half meets a Python number: torch does not round the number to half."""
     half = results[0].dtype in (torch.float16, torch.bfloat16)
     if half and (isinstance(x, (int, float)) or isinstance(y, (int, float))):
@@ -114,7 +116,7 @@ def _beside_number(x: Any, y: Any, results: Any) -> tuple[Any, Any]:
 
 
 @lowering("aten.mul.Tensor", "aten.mul.Scalar", results=True)
-def mul(x: Any, y: Any, *, results: Any) -> Array:
+def mul(x: ArrayLike, y: ArrayLike, *, results: Forms) -> Array:
     dtype = jax_dtype(results[0].dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
         x, y = _numbers(x, dtype), _numbers(y, dtype)
@@ -122,7 +124,7 @@ def mul(x: Any, y: Any, *, results: Any) -> Array:
 
 
 @lowering("aten.div.Tensor", "aten.div.Scalar", results=True)
-def div(x: Any, y: Any, *, results: Any) -> Array:
+def div(x: ArrayLike, y: ArrayLike, *, results: Forms) -> Array:
     """In float32 for half, as torch does: XLA multiplies by the reciprocal of what is broadcast, which must not round.
 
     The reciprocal of a number near the ends of the range is none: the number is scaled by a power of two.
@@ -144,7 +146,7 @@ def div(x: Any, y: Any, *, results: Any) -> Array:
 
 
 @lowering("aten._to_copy", "aten.to", "prims.convert_element_type", results=True)
-def to_copy(x: Array, *_: Any, results: Any, **kwargs: Any) -> Array:
+def to_copy(x: Array, *_: object, results: Forms, **kwargs: object) -> Array:
     dtype = jax_dtype(results[0].dtype)
     converted = (_numbers(x, dtype) if jnp.issubdtype(dtype, jnp.inexact) else x).astype(dtype)
     rounds = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
@@ -163,13 +165,13 @@ def sign(x: Array) -> Array:
 
 
 @lowering("aten.softshrink_backward")
-def softshrink_backward(g: Array, x: Array, limit: Any) -> Array:
+def softshrink_backward(g: Array, x: Array, limit: float) -> Array:
     """torchax gives zero at NaN."""
     return jnp.where((x >= -limit) & (x <= limit), 0, g)
 
 
 @lowering("aten.pow.Tensor_Scalar", results=True)
-def power_by_scalar(x: Array, exponent: Any, *, results: Any) -> Array:
+def power_by_scalar(x: Array, exponent: Any, *, results: Forms) -> Array:
     dtype = _integers(results)
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and exponent in COMPLEX_POWERS:
         return COMPLEX_POWERS[exponent](x)
@@ -184,7 +186,7 @@ def power_by_scalar(x: Array, exponent: Any, *, results: Any) -> Array:
 
 
 @lowering("aten.pow.Tensor_Tensor", results=True)
-def power(x: Array, exponent: Array, *, results: Any) -> Array:
+def power(x: Array, exponent: Array, *, results: Forms) -> Array:
     dtype = _integers(results)
     if dtype is None:
         return _torchax(aten.pow.Tensor_Tensor, x, exponent)
@@ -214,7 +216,7 @@ def square(x: Array) -> Array:
 
 
 @lowering("aten.fmod.Tensor", "aten.fmod.Scalar", results=True)
-def fmod(x: Array, y: Any, *, results: Any) -> Array:
+def fmod(x: Array, y: ArrayLike, *, results: Forms) -> Array:
     """torchax rounds the quotient, which leaves no digit of a large one, and gives NaN for an infinite divisor."""
     dtype = jax_dtype(results[0].dtype)
     x, y = jnp.broadcast_arrays(jnp.asarray(x).astype(dtype), jnp.asarray(y).astype(dtype))
@@ -222,7 +224,7 @@ def fmod(x: Array, y: Any, *, results: Any) -> Array:
 
 
 @lowering("aten.div.Tensor_mode", "aten.div.Scalar_mode", results=True)
-def divide(x: Array, y: Any, *, rounding_mode: str | None = None, results: Any) -> Array:
+def divide(x: Array, y: ArrayLike, *, rounding_mode: str | None = None, results: Forms) -> Array:
     dtype = _integers(results)
     if dtype is None or rounding_mode != "trunc":
         return _torchax(aten.div.Tensor_mode, x, y, rounding_mode=rounding_mode)
@@ -230,13 +232,13 @@ def divide(x: Array, y: Any, *, rounding_mode: str | None = None, results: Any) 
 
 
 @lowering("aten._new_zeros_with_same_feature_meta", results=True)
-def new_zeros(x: Array, other: Array, *, results: Any, self_num_batch_dims: int = 0) -> Array:
+def new_zeros(x: Array, other: Array, *, results: Forms, self_num_batch_dims: int = 0) -> Array:
     """The tangent that forward mode makes for a tensor that is written to."""
     return jnp.zeros(results[0].shape, jax_dtype(results[0].dtype))
 
 
 @lowering("aten.view.dtype", results=True)
-def view_dtype(x: Array, _: Any, *, results: Any) -> Array:
+def view_dtype(x: Array, _: torch.dtype, *, results: Forms) -> Array:
     """The same memory read as another dtype: the last axis is split or joined where the sizes differ."""
     dtype = jnp.dtype(jax_dtype(results[0].dtype))
     if dtype == x.dtype:

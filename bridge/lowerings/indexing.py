@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
-from ._registry import lowering
+from ._registry import Number, lowering
+
+Indices = Sequence[Array | None]  # by axis
+
+
+class _Elements(Protocol):
+    """Those of an array that ``array.at[...]`` names."""
+
+    def set(self, values: Array, /) -> Array: ...
+
+    def add(self, values: Array, /) -> Array: ...
+
+    def max(self, values: Array, /) -> Array: ...
 
 
 @lowering("aten.index.Tensor", "aten._unsafe_index.Tensor")
-def index(x: Array, indices: Any) -> Array:
+def index(x: Array, indices: Indices) -> Array:
     if any(i is not None and i.dtype == jnp.bool_ for i in indices):
         raise TypeError(
             "x[mask] with a mask that depends on the arguments has a shape that depends on values; keep the shape "
@@ -25,21 +38,21 @@ def index(x: Array, indices: Any) -> Array:
 
 
 @lowering("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl")
-def index_put(x: Array, indices: Any, value: Array, accumulate: bool = False, unsafe: bool = False) -> Array:
+def index_put(x: Array, indices: Indices, value: Array, accumulate: bool = False, unsafe: bool = False) -> Array:
     if any(i is not None and i.dtype == jnp.bool_ for i in indices):
         return _mask_put(x, indices, value, accumulate)
     at = x.at[tuple(slice(None) if i is None else i for i in indices)]
     return _add(at, value.astype(x.dtype)) if accumulate else at.set(value.astype(x.dtype))
 
 
-def _add(at: Any, value: Array) -> Array:
+def _add(at: _Elements, value: Array) -> Array:
     """Truth values add up as in torch: by or."""
     added: Array = at.max(value) if value.dtype == np.bool_ else at.add(value)
     return added
 
 
 @lowering("aten.index_add")
-def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
+def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Number = 1) -> Array:
     """torch's decomposition stretches a source of another shape and takes negative indices, which the op refuses."""
     if x.ndim == 0:
         return index_add(x[None], 0, index, source[None], alpha=alpha)[0]
@@ -51,7 +64,7 @@ def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1
     return _add(x.at[(*[slice(None)] * dim, index)], source.astype(x.dtype))
 
 
-def _mask_put(x: Array, indices: Any, value: Array, accumulate: bool) -> Array:
+def _mask_put(x: Array, indices: Indices, value: Array, accumulate: bool) -> Array:
     """``x[mask] = value`` as a choice, where the shape of ``value`` does not depend on the number of True."""
     masks = [i for i in indices if i is not None]
     mask = masks[0]
@@ -71,7 +84,7 @@ def put(x: Array, indices: Array, value: Array, accumulate: bool = False) -> Arr
     return (_add(at, value) if accumulate else at.set(value)).reshape(x.shape)
 
 
-def _memory(size: Any, stride: Any, storage_offset: int | None) -> Any:
+def _memory(size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> np.ndarray:
     """Which elements of a contiguous tensor (the recorder refuses others) such a view shows."""
     where = np.full((), storage_offset or 0)
     for length, step in zip(size, stride, strict=True):
@@ -80,24 +93,26 @@ def _memory(size: Any, stride: Any, storage_offset: int | None) -> Any:
 
 
 @lowering("aten.as_strided", "aten.as_strided_copy")
-def as_strided(x: Array, size: Any, stride: Any, storage_offset: int | None = None) -> Array:
+def as_strided(x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
     return x.reshape(-1)[_memory(size, stride, storage_offset)]
 
 
 @lowering("aten.as_strided_scatter")
-def as_strided_scatter(x: Array, source: Array, size: Any, stride: Any, storage_offset: int | None = None) -> Array:
+def as_strided_scatter(
+    x: Array, source: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Array:
     return x.reshape(-1).at[_memory(size, stride, storage_offset)].set(source).reshape(x.shape)
 
 
-def _along(dim: int, indices: Array) -> tuple[Any, ...]:
+def _along(dim: int, indices: Array) -> tuple[Array, ...]:
     """Where the elements of a source lie whose place on one axis is given by ``indices``."""
-    where: list[Any] = list(jnp.indices(indices.shape, sparse=True))
+    where: list[Array] = list(jnp.indices(indices.shape, sparse=True))
     where[dim] = indices
     return tuple(where)
 
 
 @lowering("aten.scatter.src", "aten.scatter.value")
-def scatter(x: Array, dim: int, indices: Array, source: Any) -> Array:
+def scatter(x: Array, dim: int, indices: Array, source: ArrayLike) -> Array:
     """torchax writes values of another dtype, which JAX is about to refuse."""
     if x.ndim == 0:
         return jnp.broadcast_to(jnp.asarray(source, x.dtype), x.shape) if indices.size else x
@@ -129,7 +144,7 @@ def diagonal_scatter(x: Array, source: Array, offset: int = 0, dim1: int = 0, di
 @lowering("aten.searchsorted.Tensor", "aten.searchsorted.Scalar")
 def searchsorted(
     sequence: Array,
-    values: Any,
+    values: ArrayLike,
     out_int32: bool = False,
     right: bool = False,
     side: str | None = None,
@@ -147,7 +162,7 @@ def searchsorted(
 
 
 @lowering("aten.bucketize.Tensor", "aten.bucketize.Scalar")
-def bucketize(values: Any, boundaries: Array, *, out_int32: bool = False, right: bool = False) -> Array:
+def bucketize(values: ArrayLike, boundaries: Array, *, out_int32: bool = False, right: bool = False) -> Array:
     return _search(boundaries, jnp.asarray(values), right)
 
 
@@ -244,7 +259,7 @@ def index_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *
     return jnp.moveaxis(_reduced(x, index, source, reduce, include_self), 0, dim)
 
 
-def _reduced(x: Array, where: Any, source: Array, reduce: str, include_self: bool) -> Array:
+def _reduced(x: Array, where: Array | tuple[Array, ...], source: Array, reduce: str, include_self: bool) -> Array:
     if x.dtype == jnp.bool_:
         reduce = {"sum": "amax", "prod": "amin"}.get(reduce, reduce)
     counted = reduce == "mean" or not include_self
@@ -261,7 +276,7 @@ def _reduced(x: Array, where: Any, source: Array, reduce: str, include_self: boo
     return start.at[where].max(source) if reduce == "amax" else start.at[where].min(source)
 
 
-def _neutral(reduce: str, dtype: Any) -> Any:
+def _neutral(reduce: str, dtype: np.dtype) -> ArrayLike:
     if reduce in ("sum", "prod", "mean"):
         return jnp.asarray(reduce == "prod", dtype)
     if dtype == jnp.bool_:
@@ -278,12 +293,14 @@ def index_copy(x: Array, dim: int, index: Array, source: Array) -> Array:
 
 
 @lowering("aten.index_fill")
-def index_fill(x: Array, dim: int, index: Array, value: Any) -> Array:
+def index_fill(x: Array, dim: int, index: Array, value: ArrayLike) -> Array:
     """torch's decomposition is by ``index_copy``, which takes no negative indices."""
     return _written_along(x, dim, index, x, lambda at, _: at.set(jnp.asarray(value, x.dtype)))
 
 
-def _written_along(x: Array, dim: int, index: Array, source: Array, write: Callable[[Any, Array], Array]) -> Array:
+def _written_along(
+    x: Array, dim: int, index: Array, source: Array, write: Callable[[_Elements, Array], Array]
+) -> Array:
     if x.ndim == 0:
         return _written_along(x[None], 0, index, source.reshape(-1), write)[0]
     source = source.astype(x.dtype).reshape(-1) if x.ndim == 1 else source.astype(x.dtype)
@@ -291,7 +308,7 @@ def _written_along(x: Array, dim: int, index: Array, source: Array, write: Calla
 
 
 @lowering("aten.max_unpool2d", "aten.max_unpool3d")
-def max_unpool(x: Array, indices: Array, output_size: Sequence[int], *window: Any) -> Array:
+def max_unpool(x: Array, indices: Array, output_size: Sequence[int], *window: object) -> Array:
     """As for ``index_add``."""
     lead = x.shape[: x.ndim - len(output_size)]
     rows, where = x.reshape(math.prod(lead), -1), indices.reshape(math.prod(lead), -1)

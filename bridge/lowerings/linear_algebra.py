@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ._registry import lowering
+from ._registry import Forms, Number, lowering
 
 
 def _adjoint(a: Array) -> Array:
@@ -168,7 +168,7 @@ def lu_unpack(lu: Array, pivots: Array, data: bool = True, with_pivots: bool = T
 
 
 @lowering("aten._linalg_eigh")
-def eigh(a: Array, uplo: str = "L", vectors: bool = True) -> tuple[Any, Any]:
+def eigh(a: Array, uplo: str = "L", vectors: bool = True) -> tuple[Array, Array]:
     """torch reads one triangle; jnp would average the two."""
     v, w = jax.lax.linalg.eigh(a, lower=uplo == "L", symmetrize_input=False)
     return w, v
@@ -256,19 +256,19 @@ def trilinear(
 
 
 @lowering("aten.addmm", "aten.addmv", results=True)
-def add_product(x: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1, results: Any) -> Array:
+def add_product(x: Array, a: Array, b: Array, *, beta: Number = 1, alpha: Number = 1, results: Forms) -> Array:
     return _scaled_sum(jnp.broadcast_to(x, results[0].shape), lambda: a @ b, beta, alpha)
 
 
 @lowering("aten.addbmm", results=True)
-def add_products(x: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1, results: Any) -> Array:
+def add_products(x: Array, a: Array, b: Array, *, beta: Number = 1, alpha: Number = 1, results: Forms) -> Array:
     return _scaled_sum(jnp.broadcast_to(x, results[0].shape), lambda: jnp.einsum("bij,bjk->ik", a, b), beta, alpha)
 
 
-def _scaled_sum(x: Array, product: Callable[[], Array], beta: Any, alpha: Any) -> Array:
+def _scaled_sum(x: Array, product: Callable[[], Array], beta: Number, alpha: Number) -> Array:
     """What is multiplied by zero is not read: it may be NaN."""
 
-    def scaled(v: Array, by: Any) -> Array:
+    def scaled(v: Array, by: Number) -> Array:
         return v if by == 1 else v * jnp.asarray(by, v.dtype)
 
     if alpha == 0:
@@ -283,7 +283,7 @@ def ormqr(a: Array, tau: Array, other: Array, left: bool = True, transpose: bool
 
 
 @lowering("aten.linalg_ldl_factor_ex")
-def ldl_factor(a: Array, **kwargs: Any) -> Any:
+def ldl_factor(a: Array, **kwargs: object) -> NoReturn:
     """torchax goes by way of Cholesky's factors, which an indefinite matrix does not have."""
     raise NotImplementedError("JAX has no factorisation with pivoting of an indefinite matrix")
 

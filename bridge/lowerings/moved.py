@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax import Array
 
 from ..memory.dtypes import jax_dtype
+from ._registry import Forms
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # of axes of the left operand and of the right one
 
@@ -20,7 +20,7 @@ class Product:
     summed: Pair
     batch: Pair
 
-    def lower(self, a: Array, b: Array, *, _results: Any, _key: Any) -> Array:
+    def lower(self, a: Array, b: Array, *, _results: Forms, _key: Array | None) -> Array:
         return jax.lax.dot_general(a, b, (self.summed, self.batch), preferred_element_type=a.dtype)
 
 
@@ -30,5 +30,5 @@ class SumFromEnd:
 
     axis: int
 
-    def lower(self, x: Array, *, _results: Any, _key: Any) -> Array:
+    def lower(self, x: Array, *, _results: Forms, _key: Array | None) -> Array:
         return jax.lax.cumsum(x.astype(jax_dtype(_results[0].dtype)), self.axis, reverse=True)

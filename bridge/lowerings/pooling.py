@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,11 @@ import torch
 from jax import Array
 
 from . import find_lowering
-from ._registry import lowering
+from ._registry import Forms, lowering
 
 aten = torch.ops.aten
+Axes = list[int] | tuple[int, ...]
+Each = int | Axes  # for each axis, or for all
 
 
 def _scatter_to_maxima(g: Array, x: Array, indices: Array, spatial: int) -> Array:
@@ -27,7 +28,7 @@ def _scatter_to_maxima(g: Array, x: Array, indices: Array, spatial: int) -> Arra
     return flat.at[rows, indices.reshape(planes, windows)].add(g.reshape(planes, windows)).reshape(x.shape)
 
 
-def _each(value: Any, n: int) -> list[int]:
+def _each(value: Each, n: int) -> list[int]:
     """One number for each axis, from what torch takes for that."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * n if len(values) == 1 else values
@@ -36,7 +37,9 @@ def _each(value: Any, n: int) -> list[int]:
 class _Windows:
     """Where the windows of a pooling lie along its spatial axes, the last of ``x``."""
 
-    def __init__(self, x: Array, out: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any) -> None:
+    def __init__(
+        self, x: Array, out: Sequence[int], kernel: Each, stride: Each | None, padding: Each, dilation: Each
+    ) -> None:
         n = len(out)
         self.sizes, self.out, self.lead = x.shape[-n:], tuple(out), x.ndim - n
         self.kernel, self.padding, self.dilation = _each(kernel, n), _each(padding, n), _each(dilation, n)
@@ -104,13 +107,13 @@ _MOST_TAPS = 32
 @lowering("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices", results=True)
 def max_pool(
     x: Array,
-    kernel: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
+    kernel: Axes,
+    stride: Each | None = None,
+    padding: Each = 0,
+    dilation: Each = 1,
     ceil_mode: bool = False,
     *,
-    results: Any,
+    results: Forms,
 ) -> tuple[Array, Array]:
     """torchax names an element outside of the window where all of it is -inf, and another than NaN where one is.
 
@@ -166,7 +169,14 @@ def _max_pool_in_a_loop(x: Array, windows: _Windows, lowest: Array) -> tuple[Arr
 
 @lowering("aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward")
 def max_pool_backward(
-    g: Array, x: Array, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any, ceil: bool, indices: Array
+    g: Array,
+    x: Array,
+    kernel: Axes,
+    stride: Each | None,
+    padding: Each,
+    dilation: Each,
+    ceil: bool,
+    indices: Array,
 ) -> Array:
     windows = _Windows(x, g.shape[-len(kernel) :], kernel, stride, padding, dilation)
     if math.prod(windows.kernel) > _MOST_TAPS:
@@ -210,7 +220,7 @@ def adaptive_max_pool(x: Array, out: Sequence[int]) -> tuple[Array, Array]:
     return jnp.stack(values, -1).reshape(shape), jnp.stack(indices, -1).reshape(shape)
 
 
-def _pulled_back(op: torch._ops.OpOverloadPacket, g: Array, x: Array, *rest: Any) -> Array:
+def _pulled_back(op: torch._ops.OpOverloadPacket, g: Array, x: Array, *rest: object) -> Array:
     lower = find_lowering(op.default)
     assert lower is not None
     return jax.vjp(lambda x: lower(x, *rest, _results=(), _key=None), x)[1](g)[0]
@@ -227,10 +237,10 @@ def adaptive_avg_pool3d_backward(g: Array, x: Array) -> Array:
 
 
 @lowering("aten.avg_pool2d_backward")
-def avg_pool2d_backward(g: Array, x: Array, kernel: Any, stride: Any, *rest: Any) -> Array:
+def avg_pool2d_backward(g: Array, x: Array, kernel: Each, stride: Each | None, *rest: object) -> Array:
     return _pulled_back(aten.avg_pool2d, g, x, kernel, stride or kernel, *rest)
 
 
 @lowering("aten.avg_pool3d_backward")
-def avg_pool3d_backward(g: Array, x: Array, kernel: Any, stride: Any, *rest: Any) -> Array:
+def avg_pool3d_backward(g: Array, x: Array, kernel: Each, stride: Each | None, *rest: object) -> Array:
     return _pulled_back(aten.avg_pool3d, g, x, kernel, stride or kernel, *rest)

@@ -9,30 +9,30 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..memory.dtypes import jax_dtype
-from ._registry import lowering
+from ._registry import Forms, lowering
 
 
-def _normal(key: Array, results: Any) -> Array:
+def _normal(key: Array, results: Forms) -> Array:
     return jax.random.normal(key, results[0].shape, jax_dtype(results[0].dtype))
 
 
-def _uniform(key: Array, results: Any) -> Array:
+def _uniform(key: Array, results: Forms) -> Array:
     return jax.random.uniform(key, results[0].shape, jax_dtype(results[0].dtype))
 
 
 @lowering("aten.randn", "aten.randn_like", results=True, key=True)
-def randn(*args: Any, key: Array, results: Any, **kwargs: Any) -> Array:
+def randn(*args: object, key: Array, results: Forms, **kwargs: object) -> Array:
     return _normal(key, results)
 
 
 @lowering("aten.rand", "aten.rand_like", results=True, key=True)
-def rand(*args: Any, key: Array, results: Any, **kwargs: Any) -> Array:
+def rand(*args: object, key: Array, results: Forms, **kwargs: object) -> Array:
     return _uniform(key, results)
 
 
 @lowering("aten.normal_functional", results=True, key=True)
 def normal_functional(
-    x: Array, mean: float = 0.0, std: float = 1.0, *, key: Array, results: Any, generator: None = None
+    x: Array, mean: float = 0.0, std: float = 1.0, *, key: Array, results: Forms, generator: None = None
 ) -> Array:
     return mean + std * _normal(key, results)
 
@@ -45,13 +45,15 @@ def normal_functional(
     results=True,
     key=True,
 )
-def normal(mean: Any, std: Any = 1.0, *args: Any, key: Array, results: Any, **kwargs: Any) -> Array:
+def normal(
+    mean: Array | float, std: Array | float = 1.0, *args: object, key: Array, results: Forms, **kwargs: object
+) -> Array:
     return mean + std * _normal(key, results)
 
 
 @lowering("aten.uniform", results=True, key=True)
 def uniform(
-    x: Array, low: float = 0.0, high: float = 1.0, *, key: Array, results: Any, generator: None = None
+    x: Array, low: float = 0.0, high: float = 1.0, *, key: Array, results: Forms, generator: None = None
 ) -> Array:
     if low > high:
         raise ValueError(f"uniform_ from {low} to {high}")
@@ -64,7 +66,7 @@ def bernoulli(p: Array, *, key: Array, generator: None = None) -> Array:
 
 
 @lowering("aten.bernoulli.p", "aten.bernoulli.Tensor", key=True)
-def bernoulli_p(x: Array, p: Any = 0.5, *, key: Array, generator: None = None) -> Array:
+def bernoulli_p(x: Array, p: Array | float = 0.5, *, key: Array, generator: None = None) -> Array:
     if isinstance(p, float) and not 0 <= p <= 1:
         raise ValueError(f"bernoulli_ with probability {p}")
     return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
@@ -144,7 +146,7 @@ def rrelu(
     return x * slopes, slopes
 
 
-def _integers(low: Any, high: Any, key: Array, results: Any) -> Array:
+def _integers(low: Any, high: int, key: Array, results: Forms) -> Array:
     if low >= high:
         raise ValueError(f"integers from {low} to below {high}")
     draw = jax.random.randint(key, results[0].shape, low, high, jnp.int64)
@@ -152,27 +154,27 @@ def _integers(low: Any, high: Any, key: Array, results: Any) -> Array:
 
 
 @lowering("aten.randint.low", "aten.randint.low_generator", results=True, key=True)
-def randint_low(low: int, high: int, *args: Any, key: Array, results: Any, **kwargs: Any) -> Array:
+def randint_low(low: int, high: int, *args: object, key: Array, results: Forms, **kwargs: object) -> Array:
     return _integers(low, high, key, results)
 
 
 @lowering("aten.randint.default", "aten.randint.generator", results=True, key=True)
-def randint(high: int, *args: Any, key: Array, results: Any, **kwargs: Any) -> Array:
+def randint(high: int, *args: object, key: Array, results: Forms, **kwargs: object) -> Array:
     return _integers(0, high, key, results)
 
 
 @lowering("aten.randint_like.low_dtype", results=True, key=True)
-def randint_like_low(x: Array, low: int, high: int, *, key: Array, results: Any, **kwargs: Any) -> Array:
+def randint_like_low(x: Array, low: int, high: int, *, key: Array, results: Forms, **kwargs: object) -> Array:
     return _integers(low, high, key, results)
 
 
 @lowering("aten.randint_like.default", results=True, key=True)
-def randint_like(x: Array, high: int, *, key: Array, results: Any, **kwargs: Any) -> Array:
+def randint_like(x: Array, high: int, *, key: Array, results: Forms, **kwargs: object) -> Array:
     return _integers(0, high, key, results)
 
 
 @lowering("aten.random.from", "aten.random.to", "aten.random.default", results=True, key=True)
-def random(x: Array, *bounds: int | None, key: Array, results: Any, generator: None = None) -> Array:
+def random(x: Array, *bounds: int | None, key: Array, results: Forms, generator: None = None) -> Array:
     """Integers in the range asked for, or all those that the dtype holds exactly."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         top = 1 << (jnp.finfo(x.dtype).nmant + 1)
@@ -185,7 +187,7 @@ def random(x: Array, *bounds: int | None, key: Array, results: Any, generator: N
 
 
 @lowering("aten.randperm", results=True, key=True)
-def randperm(n: int, *, key: Array, results: Any, **kwargs: Any) -> Array:
+def randperm(n: int, *, key: Array, results: Forms, **kwargs: object) -> Array:
     return jax.random.permutation(key, n)
 
 

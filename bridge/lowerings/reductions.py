@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import Array
 
 from ..memory.dtypes import jax_dtype
-from ._registry import lowering
+from ._registry import Forms, lowering
+
+Dims = Sequence[int] | None
 
 
 @lowering("aten.mean", results=True)
-def mean(x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, results: Any) -> Array:
+def mean(
+    x: Array,
+    dim: Dims | int = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    results: Forms,
+) -> Array:
     """torchax refuses integers with a ``dtype``."""
     axes = None if dim is None or dim == [] else tuple(dim) if isinstance(dim, (list, tuple)) else dim
     return jnp.mean(x.astype(jax_dtype(results[0].dtype)), None if x.ndim == 0 else axes, keepdims=keepdim)
 
 
 @lowering("aten.sum", results=True)
-def sum_(x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, results: Any) -> Array:
+def sum_(
+    x: Array,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    results: Forms,
+) -> Array:
     """Truth values are counted in float32 while all counts fit it: XLA writes out the 64-bit numbers that it sums."""
     axes = None if dim is None or dim == [] or x.ndim == 0 else tuple(dim)
     if x.dtype != jnp.bool_ or x.size > 2**24:
@@ -30,7 +47,7 @@ def sum_(x: Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None,
 
 
 @lowering("aten._safe_softmax", results=True)
-def safe_softmax(x: Array, dim: int, dtype: Any = None, *, results: Any) -> Array:
+def safe_softmax(x: Array, dim: int, dtype: torch.dtype | None = None, *, results: Forms) -> Array:
     """Zero where all is -inf. torch's decomposition looks for that element by element."""
     x = x.astype(jax_dtype(results[0].dtype))
     if not x.size:
@@ -52,12 +69,12 @@ def sort(x: Array, dim: int = -1, descending: bool = False, *, stable: bool | No
 
 
 @lowering("aten.var.correction")
-def var(x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Array:
+def var(x: Array, dim: Dims = None, *, correction: float | None = 1, keepdim: bool = False) -> Array:
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 @lowering("aten.var_mean.correction")
-def var_mean(x: Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> tuple[Array, Array]:
+def var_mean(x: Array, dim: Dims = None, *, correction: float | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
     """No degrees of freedom are left where the correction exceeds the number of elements: a division by zero."""
     axes = tuple(range(x.ndim)) if dim is None or dim == [] or x.ndim == 0 else tuple(dim)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -145,14 +162,14 @@ def mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
 
 
 @lowering("aten.cumsum", results=True)
-def cumsum(x: Array, dim: int, *, dtype: Any = None, results: Any) -> Array:
+def cumsum(x: Array, dim: int, *, dtype: torch.dtype | None = None, results: Forms) -> Array:
     """torchax adds up narrow integers in their own dtype."""
     x = x.astype(jax_dtype(results[0].dtype))
     return jnp.cumsum(x, dim) if x.ndim else x
 
 
 @lowering("aten.cumprod", results=True)
-def cumprod(x: Array, dim: int, *, dtype: Any = None, results: Any) -> Array:
+def cumprod(x: Array, dim: int, *, dtype: torch.dtype | None = None, results: Forms) -> Array:
     """As cumsum."""
     x = x.astype(jax_dtype(results[0].dtype))
     return jnp.cumprod(x, dim) if x.ndim else x
@@ -167,7 +184,7 @@ def decaying_sum(x: Array, decay: Array, reverse: bool) -> Array:
     return found[1]
 
 
-def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
+def _running(x: Array, dim: int, is_better: Callable[[Array, Array], Array]) -> tuple[Array, Array]:
     """The best element up to each place, with its index: the later one of two that are equal, and the last NaN."""
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)

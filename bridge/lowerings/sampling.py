@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import Array
 
 from ._registry import lowering
 
+Kernel = Callable[[np.ndarray], np.ndarray]
 _NEAREST, _BORDER, _REFLECTION = 1, 1, 2
 
 
@@ -64,9 +65,7 @@ def _cubic(t: np.ndarray) -> np.ndarray:
     return np.where(t < 1, (1.5 * t - 2.5) * t**2 + 1, np.where(t < 2, ((-0.5 * t + 2.5) * t - 4) * t + 2, 0))
 
 
-def _weights(
-    size: int, out: int, align: bool, scale: float | None, reach: int, kernel: Callable[[np.ndarray], np.ndarray]
-) -> np.ndarray:
+def _weights(size: int, out: int, align: bool, scale: float | None, reach: int, kernel: Kernel) -> np.ndarray:
     """One row for each pixel of the result: the kernel, as wide as the pixels that it stands for."""
     if align:
         step = (size - 1) / (out - 1) if out > 1 else 0.0
@@ -83,7 +82,14 @@ def _weights(
     return rows
 
 
-def _resize(x: Array, output: Any, align: bool, scales: Any, reach: int, kernel: Any) -> Array:
+def _resize(
+    x: Array,
+    output: Sequence[int],
+    align: bool,
+    scales: Sequence[float | None],
+    reach: int,
+    kernel: Kernel,
+) -> Array:
     height, width = (
         jnp.asarray(_weights(n, out, align, scale, reach, kernel), x.dtype)
         for n, out, scale in zip(x.shape[-2:], output, scales, strict=True)
@@ -93,7 +99,7 @@ def _resize(x: Array, output: Any, align: bool, scales: Any, reach: int, kernel:
 
 @lowering("aten._upsample_bilinear2d_aa.default")
 def upsample_bilinear2d_aa(
-    x: Array, output: Any, align: bool, scale_h: float | None = None, scale_w: float | None = None
+    x: Array, output: Sequence[int], align: bool, scale_h: float | None = None, scale_w: float | None = None
 ) -> Array:
     """torchax takes the scales by other names."""
     return _resize(x, output, align, (scale_h, scale_w), 1, _triangle)
@@ -101,7 +107,7 @@ def upsample_bilinear2d_aa(
 
 @lowering("aten._upsample_bicubic2d_aa.default")
 def upsample_bicubic2d_aa(
-    x: Array, output: Any, align: bool, scale_h: float | None = None, scale_w: float | None = None
+    x: Array, output: Sequence[int], align: bool, scale_h: float | None = None, scale_w: float | None = None
 ) -> Array:
     """torchax takes the scales by other names."""
     return _resize(x, output, align, (scale_h, scale_w), 2, _cubic)

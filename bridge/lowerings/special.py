@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from ..memory.dtypes import jax_dtype
-from ._registry import lowering
+from ._registry import Forms, lowering
+
+_State = tuple[Array, Array, Array, Array]
 
 
 def _by_recurrence(x: Array, n: Array, first: Array, following: Callable[[Array, Array, Array], Array]) -> Array:
@@ -18,7 +20,7 @@ def _by_recurrence(x: Array, n: Array, first: Array, following: Callable[[Array,
     n = jnp.where(jnp.abs(n) < 2.0**31, jnp.trunc(n), -1).astype(jnp.int64)  # beyond, torch's conversion overflows too
     x, n, first = jnp.broadcast_arrays(x, n, first)
 
-    def body(state: Any) -> Any:
+    def body(state: _State) -> _State:
         k, before, now, found = state
         return k + 1, now, following(k.astype(x.dtype), before, now), jnp.where(n == k, now, found)
 
@@ -29,7 +31,7 @@ def _by_recurrence(x: Array, n: Array, first: Array, following: Callable[[Array,
 def _polynomial(name: str, first: Callable[[Array], Array], shifted: bool = False) -> None:
     """A family that shares the recurrence of the Chebyshev polynomials."""
 
-    def lower(x: Any, n: Any, *, results: Any) -> Array:
+    def lower(x: ArrayLike, n: ArrayLike, *, results: Forms) -> Array:
         x = jnp.asarray(x, jax_dtype(results[0].dtype))
         y = 2 * x - 1 if shifted else x
         return _by_recurrence(y, jnp.asarray(n), first(y), lambda k, before, now: 2 * y * now - before)
@@ -61,7 +63,7 @@ _RECURRENCES: dict[str, tuple[Callable[[Array], Array], Callable[..., Array]]] =
 def _orthogonal(name: str, first: Callable[[Array], Array], following: Callable[..., Array]) -> None:
     """torchax computes in the dtype of its arguments, which may be that of a mask."""
 
-    def lower(x: Any, n: Any, *, results: Any) -> Array:
+    def lower(x: ArrayLike, n: ArrayLike, *, results: Forms) -> Array:
         x = jnp.asarray(x, jax_dtype(results[0].dtype))
         return _by_recurrence(x, jnp.asarray(n), first(x), lambda k, *two: following(x, k, *two))
 
@@ -73,7 +75,7 @@ for _name, _terms in _RECURRENCES.items():
 
 
 @lowering("prims.zeta", "aten.special_zeta", results=True)
-def zeta(x: Any, q: Any, *, results: Any) -> Array:
+def zeta(x: ArrayLike, q: ArrayLike, *, results: Forms) -> Array:
     """Below zero the first terms are added one by one: XLA's function adds nine, and looks at ``q`` before ``x``."""
     dtype = jax_dtype(results[0].dtype)
     x, q = jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(q, dtype))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax import Array
 from jax.interpreters import ad, batching, mlir
 
 
-def stored(array: Any) -> Any:
+def stored(array: Array) -> Array:
     """The array, which XLA computes once and keeps."""
     return stored_p.bind(array)
 
 
-def _loop(array: Any) -> Any:
+def _loop(array: Array) -> Array:
     if not array.size:
         return array
     bits = jnp.dtype(f"int{8 * array.dtype.itemsize}")

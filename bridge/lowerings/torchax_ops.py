@@ -14,12 +14,18 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from ..base.torch_internals import absent_ops
+from ._registry import Function
 
 _NAME = "torchax"
+
+
+class _Entry(Protocol):
+    func: Function
+    is_jax_function: bool
+    needs_env: bool
 
 
 def _is_torchax(module: str) -> bool:
@@ -27,16 +33,16 @@ def _is_torchax(module: str) -> bool:
 
 
 @functools.cache
-def torchax_table() -> dict[Any, Callable[..., Any]]:
+def torchax_table() -> dict[object, Function]:
     """Op overload or overload packet -> function from arrays and Python values to arrays (random ops left out)."""
     registry = _load()
     return {op: entry.func for op, entry in registry.items() if entry.is_jax_function and not entry.needs_env}
 
 
-def _load() -> dict[Any, Any]:
+def _load() -> dict[object, _Entry]:
     if _NAME in sys.modules:  # the user's own import came first, and its effects are the user's
         importlib.import_module(f"{_NAME}.ops.jaten")
-        table: dict[Any, Any] = sys.modules[f"{_NAME}.ops.ops_registry"].all_aten_ops
+        table: dict[object, _Entry] = sys.modules[f"{_NAME}.ops.ops_registry"].all_aten_ops
         return table
     spec = importlib.util.find_spec(_NAME)
     if spec is None or spec.submodule_search_locations is None:
