@@ -4,7 +4,7 @@ One small function an op, grouped by kind in the files of this folder. A lowerin
 in the place of tensors, and returns arrays; the caller casts each to the dtype and shape that eager torch gives.
 ``bounds`` and ``conditions`` are what eager torch asks of indices and values, and raises for (``checks`` is the
 primitive that does); ``half`` lists what torch computes in float32; ``moved`` and ``stored`` are no ops of torch's, but
-what a recording makes of some. Start reading in ``_registry`` and any file by its kind.
+what a recording makes of some; ``signatures`` are the types. Start reading in ``_registry`` and any file by its kind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from jax import Array
 
-from ._registry import OWN, Forms, Function, Lowering
+from ._registry import OWN, Lowering
+from .signatures import Forms, Function
 from .torchax_ops import torchax_table
 
 _FILES = (

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import torch
 from jax import Array
 
-Function = Callable[..., Any]  # from what an op takes, with arrays in the place of tensors, to what it returns
-Number = int | float | complex
-Arguments = Sequence[Any]  # of an op: arrays or tensors, numbers, flags, lists of these
+from .signatures import Forms, Function
 
-
-class Form(Protocol):
-    """What is known of a result: dtype and shape that eager torch gives it."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-Forms = Sequence[Form]
 Fun = TypeVar("Fun", bound=Function)
 OWN: dict[str, Lowering] = {}
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._registry import Arguments
 from .checks import check_p
+from .signatures import Arguments
 
 # Ops with the arguments (self, dim, index, ...).
 _ALONG_ONE_AXIS = frozenset(

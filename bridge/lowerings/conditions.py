@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import torch
 from jax import Array
 
-from ._registry import Arguments
 from .checks import Condition, check_p
+from .signatures import Arguments, Options
 
 aten = torch.ops.aten
 
@@ -122,7 +122,7 @@ class Check:
     line: str
 
 
-def required(op: object, args: Arguments, kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Condition]]:
+def required(op: object, args: Arguments, kwargs: Options) -> list[tuple[torch.Tensor, Condition]]:
     """The conditions that an op asks of its arguments."""
     if op is aten.repeat_interleave.Tensor:
         size = kwargs.get("output_size")

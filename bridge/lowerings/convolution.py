@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...jax_impl.program.convolutions import channels_last
-from ._registry import Forms, lowering
+from ._registry import lowering
+from .signatures import Forms
 
 
 @lowering("aten.convolution", "aten._convolution", results=True)

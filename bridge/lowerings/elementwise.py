@@ -13,8 +13,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..memory.dtypes import jax_dtype
-from ._registry import Forms, lowering
+from ._registry import lowering
 from .complex import COMPLEX_POWERS, quotient
+from .signatures import Forms
 
 aten = torch.ops.aten
 Operand = TypeVar("Operand", bound=ArrayLike)

@@ -12,7 +12,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._registry import Number, lowering
+from ._registry import lowering
+from .signatures import Number
 
 Indices = Sequence[Array | None]  # by axis
 

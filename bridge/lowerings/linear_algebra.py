@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ._registry import Forms, Number, lowering
+from ._registry import lowering
+from .signatures import Forms, Number
 
 
 def _adjoint(a: Array) -> Array:

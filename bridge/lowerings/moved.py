@@ -8,7 +8,7 @@ import jax
 from jax import Array
 
 from ..memory.dtypes import jax_dtype
-from ._registry import Forms
+from .signatures import Forms
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # of axes of the left operand and of the right one
 

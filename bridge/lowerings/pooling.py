@@ -13,7 +13,8 @@ import torch
 from jax import Array
 
 from . import find_lowering
-from ._registry import Forms, lowering
+from ._registry import lowering
+from .signatures import Forms
 
 aten = torch.ops.aten
 Axes = list[int] | tuple[int, ...]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..memory.dtypes import jax_dtype
-from ._registry import Forms, lowering
+from ._registry import lowering
+from .signatures import Forms
 
 
 def _normal(key: Array, results: Forms) -> Array:

@@ -11,7 +11,8 @@ import torch
 from jax import Array
 
 from ..memory.dtypes import jax_dtype
-from ._registry import Forms, lowering
+from ._registry import lowering
+from .signatures import Forms
 
 Dims = Sequence[int] | None
 

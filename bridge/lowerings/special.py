@@ -10,7 +10,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..memory.dtypes import jax_dtype
-from ._registry import Forms, lowering
+from ._registry import lowering
+from .signatures import Forms
 
 _State = tuple[Array, Array, Array, Array]
 

@@ -17,7 +17,7 @@ import types
 from typing import Protocol
 
 from ..base.torch_internals import absent_ops
-from ._registry import Function
+from .signatures import Function
 
 _NAME = "torchax"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +11,17 @@ from ..base.errors import TraceError, refused_backward, user_line
 from .captured import Captured, is_traced_tensor
 from .recorder import Recorder
 
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+
 
 def fill_grads(
     captured: Captured,
-    tensors: Any,
-    grad_tensors: Any = None,
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
+    grad_variables: object = None,
+    inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> None:
     """``torch.autograd.backward`` for leaves that the function has made."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -64,11 +66,11 @@ def refuse_grad(captured: Captured, tensor: torch.Tensor, how: str) -> None:
         )
 
 
-def noting(recorder: Recorder, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+def noting(recorder: Recorder, hook: Hook) -> Hook:
     """The hook, which is remembered where it changes a gradient."""
     line = user_line()
 
-    def noted(gradient: torch.Tensor) -> Any:
+    def noted(gradient: torch.Tensor) -> torch.Tensor | None:
         result = hook(gradient)
         if result is not None and result is not gradient:
             recorder.hooked.append(line)
@@ -83,7 +85,7 @@ def _leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunction():
         stack: list[Any] = [t.grad_fn for t in tensors]
         found.update((id(t), t) for t in tensors if t.grad_fn is None and t.requires_grad)
-    seen: set[Any] = {None}
+    seen: set[object] = {None}
     while stack:
         node = stack.pop()
         if node in seen:

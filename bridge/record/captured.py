@@ -88,7 +88,7 @@ class Captured:
     def finals(self) -> list[Value]:
         """What the captured tensors hold now."""
         with torch._C.DisableTorchFunction():
-            stand_ins: list[Any] = [self.stand_ins[id(t)] for t in self.tensors]
+            stand_ins = [self.stand_ins[id(t)] for t in self.tensors]
             inner: list[Any] = [ti.from_fun(t) if isinstance(t, ti.FunctionalTensor) else t for t in stand_ins]
             return [self.recorder.value(t) for t in inner]
 
@@ -115,7 +115,7 @@ class Captured:
         made = [where[i] for i in shown if i in where]
         return depend(self.recorder.nodes, made, wanted)
 
-    def check_views(self, used: Any) -> None:
+    def check_views(self, used: object) -> None:
         """Refuse what is used of copies here and would be views in torch."""
         tensors = [leaf for leaf in ti.torch_pytree.tree_leaves(used) if isinstance(leaf, torch.Tensor)]
         for view in self.views:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ import torch.utils.checkpoint
 from torch.nn.utils import stateless
 
 from ..base import torch_internals as ti
+from ..lowerings.signatures import Function
 from .recorder import Recorder
 
-Swap = tuple[Any, dict[str, torch.Tensor], dict[str, Any]]
+Swap = tuple[torch.nn.Module, dict[str, torch.Tensor], dict[str, object]]
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def recorded_checkpoints(recorder: Recorder) -> Iterator[None]:
     swaps: list[Swap] = []
 
     @contextlib.contextmanager
-    def noted_swap(module: Any, tensors: dict[str, torch.Tensor], **options: Any) -> Iterator[None]:
+    def noted_swap(module: torch.nn.Module, tensors: dict[str, torch.Tensor], **options: object) -> Iterator[None]:
         with swap(module, tensors, **options):
             if threading.get_ident() != owner:
                 yield
@@ -45,13 +46,13 @@ def recorded_checkpoints(recorder: Recorder) -> Iterator[None]:
             finally:
                 swaps.pop()
 
-    def seeing_the_same(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def seeing_the_same(fun: Function, *args: object, **kwargs: object) -> object:
         if threading.get_ident() != owner:
             return run(fun, *args, **kwargs)
         first = [(module, dict(tensors), options) for module, tensors, options in swaps]
         substitutions = ti.active_substitutions()
 
-        def again(*args: Any, **kwargs: Any) -> Any:
+        def again(*args: object, **kwargs: object) -> object:
             leaves, spec = ti.torch_pytree.tree_flatten((args, kwargs))
             late = iter(recorder.after_latest([x for x in leaves if isinstance(x, torch.Tensor)]))
             leaves = [next(late) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -65,7 +66,7 @@ def recorded_checkpoints(recorder: Recorder) -> Iterator[None]:
 
         return run(again, *args, **kwargs)
 
-    def not_reentrant(fun: Callable[..., Any], keep: bool, *args: Any) -> Any:
+    def not_reentrant(fun: Function, keep: bool, *args: object) -> object:
         # The reentrant checkpoint refuses torch.autograd.grad, with which the backward pass is recorded.
         if threading.get_ident() != owner:
             return apply(fun, keep, *args)

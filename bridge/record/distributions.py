@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints, continuous_bernoulli, geometric
 from torch.nn.modules.transformer import _detect_is_causal_mask
+from torch.types import Number
 
 from ..base.torch_internals import FunctionalTensor
 from ..base.user_code import OWN
@@ -46,7 +46,7 @@ def _asking() -> types.FrameType | None:
     return frame
 
 
-def item(tensor: Tensor) -> Any:
+def item(tensor: Tensor) -> Number:
     """As ``tensor.item()``, by which ``bool`` asks a tensor of a recording: where the answer is known."""
     frame = _asking()
     code = frame.f_code if frame is not None else None

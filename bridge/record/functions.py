@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.types import Number
 
 from ..base.errors import TraceError, user_line
 from ..base.torch_internals import is_functorch_wrapped_tensor
+from ..lowerings.signatures import Function
 from .distributions import is_all_true, item
 
 
@@ -100,22 +104,22 @@ def _ctc(
 
 
 @_ctc.register_fake
-def _(log_probs: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _(log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
 
 
 class _Ctc(torch.autograd.Function):
     @staticmethod
-    def forward(log_probs: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:
         return torch.ops.microtome.ctc_loss(log_probs, *args)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(inputs[0], output[1])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         log_probs, gradient = ctx.saved_tensors
         return g[:, None] * _Final.apply(gradient, log_probs), None, None, None, None, None
 
@@ -128,19 +132,19 @@ class _Final(torch.autograd.Function):
         return gradient.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, g: Tensor) -> NoReturn:
         raise TypeError("the gradient of ctc_loss cannot be differentiated, in torch as here")
 
 
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
@@ -192,14 +196,14 @@ def cov(
     return (centred @ right.t().conj() / number).squeeze()
 
 
-def tensor_split(input: Tensor, indices_or_sections: Any, dim: int = 0) -> Any:
+def tensor_split(input: Tensor, indices_or_sections: Tensor | int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
     """As ``torch.tensor_split``, which reads a tensor of indices from memory."""
     if isinstance(indices_or_sections, Tensor):
         indices_or_sections = indices_or_sections.tolist()
     return torch.tensor_split(input, indices_or_sections, dim)
 
 
-def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+def index_fill(input: Tensor, dim: int, index: Tensor, value: Tensor | Number) -> Tensor:
     """As ``torch.index_fill``, whose gradient for ``value`` lists each index once."""
     if not isinstance(value, Tensor):
         return torch.index_fill(input, dim, index, value)
@@ -224,12 +228,12 @@ def _moved(x: Tensor, reverse: bool) -> Tensor:
     return torch.cat([x[..., 1:], nothing] if reverse else [nothing, x[..., :-1]], -1)
 
 
-def _sum_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, decay, ctx.reverse = inputs
     ctx.save_for_backward(decay, output)
 
 
-def _sum_backward(ctx: Any, g: Tensor) -> Any:
+def _sum_backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
     decay, total = ctx.saved_tensors
     pulled = torch.ops.microtome.decaying_sum(g, _moved(decay, not ctx.reverse), not ctx.reverse)
     return pulled, pulled * _moved(total, ctx.reverse), None
@@ -246,7 +250,7 @@ class _LogCumSumExp(torch.autograd.Function):
         return torch.ops.aten.logcumsumexp(x, -1)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs, output)
 
     @staticmethod
@@ -290,7 +294,7 @@ def cholesky(input: Tensor, upper: bool = False) -> Tensor:
     return torch.linalg.cholesky(input, upper=upper)
 
 
-def floor_divide(input: Any, other: Any) -> Any:
+def floor_divide(input: Tensor, other: Tensor | Number) -> Tensor:
     """As ``torch.floor_divide``, whose gradient torch has not written: it is zero, as that of this quotient."""
     return torch.div(input, other, rounding_mode="floor")
 
@@ -338,7 +342,7 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return (classes.index_select(0, tensor.reshape(-1)).reshape(tensor.shape).unsqueeze(-1) == classes).long()
 
 
-def setitem(tensor: Tensor, index: Any, value: Any) -> None:
+def setitem(tensor: Tensor, index: Any, value: Tensor | Number) -> None:
     """As ``tensor[index] = value``, which asks for the value of a mask that is one number."""
     if not isinstance(index, Tensor) or index.dtype != torch.bool or index.dim():
         tensor[index] = value
@@ -356,7 +360,7 @@ def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo[id(tensor)]
 
 
-def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
+def linear_cross_entropy(*args: Any, options: object = None, **kwargs: Any) -> Tensor:
     """As ``F.linear_cross_entropy``; how it is cut into chunks is left to XLA."""
     return F.linear_cross_entropy(*args, **kwargs)
 
@@ -396,7 +400,7 @@ def scaled_dot_product_attention(
     return torch._safe_softmax(scores, -1) @ value
 
 
-def refuse_sparse(*args: Any, **kwargs: Any) -> Any:
+def refuse_sparse(*args: object, **kwargs: object) -> NoReturn:
     """torch itself ends the process where some of these meet a tensor of a trace."""
     raise TraceError(
         f"{user_line()}: sparse tensors have no counterpart in JAX. Keep the tensor dense, or take the sparse part out "
@@ -404,7 +408,7 @@ def refuse_sparse(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-REPLACEMENTS: dict[Any, Any] = {
+REPLACEMENTS: dict[object, Function] = {
     **{
         getattr(torch.Tensor, f"to_sparse{layout}"): refuse_sparse
         for layout in ("", "_coo", "_csr", "_csc", "_bsr", "_bsc")

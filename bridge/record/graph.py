@@ -10,13 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from ..lowerings.conditions import Check
 from .extremes import compared
-from .nodes import Const, Meta, Node, Ref, Value, depend
+from .nodes import Const, Meta, Node, Op, Ref, Value, depend
 from .rewriting import barriers
 
 
@@ -71,7 +70,7 @@ class Graph:
         return depend(self.nodes, [*self.outputs, *(value for _, value in self.mutations)], inputs)
 
     @property
-    def forward_ops(self) -> list[Any]:
+    def forward_ops(self) -> list[Op]:
         """The ops of the forward half."""
         return [self.nodes[i].op for i in self.forward_nodes]  # type: ignore[union-attr]
 
@@ -83,7 +82,7 @@ class Graph:
         numbers.update((self.captured[i], other.captured[j]) for i, j in captured)
         numbers.update(zip(self.forward_nodes, other.forward_nodes, strict=True))
 
-        def same(mine: Any, theirs: Any) -> bool:
+        def same(mine: object, theirs: object) -> bool:
             if type(mine) is Ref:
                 return type(theirs) is Ref and (numbers.get(mine.node), mine.item) == (theirs.node, theirs.item)
             if type(mine) is Const:
@@ -104,7 +103,7 @@ class Graph:
 
     def _recomputes(self, numbered: Sequence[int], start: int) -> bool:
         """Whether the backward half does again what the forward half did, as a checkpoint makes torch do."""
-        first: dict[Any, int] = {}
+        first: dict[object, int] = {}
         same: dict[int, int] = {}
         for i in numbered:
             node = self.nodes[i]
@@ -178,7 +177,7 @@ def bits(flags: Iterable[bool]) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def _is_same_op(one: Any, two: Any) -> bool:
+def _is_same_op(one: Op, two: Op) -> bool:
     """Whether two ops are one; calls of compiled functions are made anew in each trace."""
     if type(one) is not type(two) or not hasattr(one, "flat"):
         return bool(one == two)
@@ -193,6 +192,6 @@ def _same_array(one: np.ndarray, two: np.ndarray) -> bool:
 _OWN_DERIVATIVES = ("div", "sin", "cos", "sinh", "cosh", "sgn")
 
 
-def _is_view(op: Any) -> bool:
+def _is_view(op: object) -> bool:
     schema = getattr(op, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)

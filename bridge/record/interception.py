@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ..base import torch_internals as ti
 from ..base.errors import TraceError, memory_refusal, user_line
 from ..base.user_code import OWN, asked_by
+from ..lowerings.signatures import Arguments, Function, Options
 from ..watch.names import HISTORY, remember_read
 from .backward import fill_grads, noting, refuse_grad
 from .captured import Captured
@@ -67,7 +69,9 @@ class Interception(TorchFunctionMode):
         self.recorder, self.captured = captured.recorder, captured
         self.recording_backward = False  # whether autograd records the backward pass that runs
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: Sequence[type], args: Arguments = (), kwargs: Options | None = None
+    ) -> object:
         start = len(self.recorder.nodes)
         foreign = any(map(ti.has_own_function, types)) and torch._C._is_torch_function_enabled()
         with self.recorder.noting_refusals():
@@ -79,7 +83,7 @@ class Interception(TorchFunctionMode):
             self._note_cuts(result)
         return result
 
-    def _by_objects(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _by_objects(self, func: Function, types: Sequence[type], args: Arguments, kwargs: Options) -> object:
         """What objects, or tensors of a class with a ``__torch_function__`` of its own, make of an op.
 
         They see no stand-ins: the ops that they call come here.
@@ -92,12 +96,12 @@ class Interception(TorchFunctionMode):
                     return result
         raise TypeError(f"{user_line()}: no operand of {func} knows it: {', '.join(t.__name__ for t in types)}.")
 
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         if func == _GET_GRAD:
             refuse_grad(self.captured, args[0], "reads")
         if func in _WRITE_GRAD:
             refuse_grad(self.captured, args[0], "writes")
-        given = args
+        given: Any = args
         if func in _HISTORY:
             return self._history(_HISTORY[func], args[0])
         args, kwargs = ti.map_tensors(self.captured.stand_in, (args, kwargs))
@@ -147,7 +151,7 @@ class Interception(TorchFunctionMode):
         # What works in place hands back the very tensor, as the caller knows it.
         return given[0] if args and result is args[0] and isinstance(given[0], torch.Tensor) else result
 
-    def _history(self, name: str, tensor: torch.Tensor) -> Any:
+    def _history(self, name: str, tensor: torch.Tensor) -> object:
         """What autograd says of a tensor; of arguments and captured ones, what it says outside."""
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(OWN):
@@ -177,7 +181,7 @@ class Interception(TorchFunctionMode):
             with torch.enable_grad():  # one like that of its history, which is outside
                 return torch.zeros((), requires_grad=True).view(()).grad_fn
 
-    def _note_cuts(self, result: Any) -> None:
+    def _note_cuts(self, result: object) -> None:
         """Remember what a user's backward pass computed without autograd, which is asked for its derivative."""
         for tensor in ti.torch_pytree.tree_leaves(result):
             if isinstance(tensor, ti.FunctionalTensor) and Meta.of(tensor).differentiable:
@@ -187,7 +191,7 @@ class Interception(TorchFunctionMode):
                 if node is not None:
                     self.recorder.cuts.append(Cut(node, user_line(), not torch.is_grad_enabled()))
 
-    def _is_number(self, index: Any) -> bool:
+    def _is_number(self, index: object) -> bool:
         """Whether an index is a whole number that depends on the arguments."""
         if not isinstance(index, torch.Tensor) or index.dim() or index.dtype not in _WHOLE:
             return False
@@ -205,7 +209,7 @@ class Interception(TorchFunctionMode):
         with torch.no_grad():
             ti.share_memory(tensor, value)
 
-    def _lengths(self, tensor: torch.Tensor) -> Any:
+    def _lengths(self, tensor: torch.Tensor) -> list[int]:
         try:
             return self._constant_value(torch.Tensor.tolist, tensor)
         except TraceError:
@@ -215,7 +219,7 @@ class Interception(TorchFunctionMode):
                 "one compiles, or keep the padding and mask it."
             ) from None
 
-    def _constant_value(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _constant_value(self, func: Function, tensor: torch.Tensor, *args: object, **kwargs: object) -> Any:
         with torch._C.DisableTorchFunction():
             inner = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
             if (

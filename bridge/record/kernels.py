@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from ..base import torch_internals as ti
 from ..lowerings.half import HALF
+from ..lowerings.signatures import Arguments, Options
 
 _ABOUT_DTYPES = re.compile(
     r"dtype|not implemented for|scalar type|floating[- ]point|data type|integral|not supported|type (Byte|Long|Bool)"
 )
-_ANSWERS: dict[Any, Exception | torch.dtype | None] = {}
+_ANSWERS: dict[object, Exception | torch.dtype | None] = {}
 _MOST = 4096
 
 
-def kernel_dtype(func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
+def kernel_dtype(
+    func: OpOverload, args: Arguments, kwargs: Options, tensors: Sequence[torch.Tensor]
+) -> torch.dtype | None:
     """The dtype of the tensor that torch's kernel gives for tensors of several dtypes, or of whole numbers.
 
     Raises what it raises. None where nothing is to be asked, as one floating dtype is taken everywhere.
@@ -46,7 +49,7 @@ def kernel_dtype(func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tens
     return answer
 
 
-def _form(leaf: Any) -> Any:
+def _form(leaf: object) -> object:
     return (leaf.dtype, _few(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
@@ -54,7 +57,7 @@ def _few(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(n if n < 5 else 4 - n % 2 for n in shape)  # even or odd as before: some ops halve an axis
 
 
-def _ask(func: Any, args: Any, kwargs: Any, wide: bool = False) -> Exception | torch.dtype | None:
+def _ask(func: OpOverload, args: Arguments, kwargs: Options, wide: bool = False) -> Exception | torch.dtype | None:
     def make(t: torch.Tensor) -> torch.Tensor:
         return torch.zeros(_few(t.shape), dtype=torch.int64 if wide and t.dtype == torch.int32 else t.dtype)
 

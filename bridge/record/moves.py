@@ -16,7 +16,7 @@ import torch
 
 from ..base import torch_internals as ti
 from ..lowerings.moved import Product, SumFromEnd
-from .nodes import Const, Node, Ref, Value
+from .nodes import Const, Node, Op, Ref, Value
 from .recorder import Spec
 
 aten = torch.ops.aten
@@ -148,7 +148,7 @@ class _Moves:
         spec = Spec(ti.torch_pytree.tree_structure(((value,), {})))
         return dataclasses.replace(node, op=SumFromEnd(axes[0][0] % rank), leaves=(value,), spec=spec)
 
-    def _made_by(self, value: Any, op: Any) -> tuple[Node | None, int]:
+    def _made_by(self, value: Any, op: Op) -> tuple[Node | None, int]:
         node = self.nodes[value.node] if isinstance(value, Ref) else None
         return (node, value.node) if node is not None and node.op is op else (None, -1)
 

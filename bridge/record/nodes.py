@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 import torch
 
+from ..lowerings.signatures import Arguments, Options
 from ..memory.dtypes import jax_dtype
 from ..memory.values import unusual_stride
 
@@ -70,6 +71,15 @@ class History(NamedTuple):
         return cls(tensor.requires_grad, tensor.is_leaf, tensor.is_leaf and tensor.grad is not None)
 
 
+Op = Any  # an overload of an op of torch's, or what has a method ``lower`` of its own
+
+
+class Structure(Protocol):
+    """The arguments of an op, whose leaves stand apart."""
+
+    def unflatten(self, leaves: Sequence[object], /) -> tuple[Arguments, Options]: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
     """One call of an ATen op, or of another compiled function.
@@ -77,9 +87,9 @@ class Node:
     ``leaves`` are its flattened arguments, in which a Ref or a Const stands for a tensor.
     """
 
-    op: Any
+    op: Op
     leaves: tuple[Any, ...]
-    spec: Any
+    spec: Structure
     results: tuple[Meta | None, ...]
     single: bool
     draw: int | None

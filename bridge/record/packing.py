@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import _VF, Tensor
 from torch._decomp import decomposition_table
+
+from ..lowerings.signatures import Function
 
 aten = torch.ops.aten
 
@@ -51,12 +52,12 @@ def unpack(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
-def _recurrent(op: Any) -> Callable[..., Any]:
+def _recurrent(op: torch._ops.OpOverload) -> Function:
     return lambda data, counts, *args: decomposition_table[op](data, counts, *args)
 
 
 # By the torch function: what runs in its place, with the second argument as a list of ints.
-PACKED: dict[Any, Callable[..., Any]] = {
+PACKED: dict[object, Function] = {
     _VF._pack_padded_sequence: pack,
     _VF._pad_packed_sequence: unpack,
     _VF.lstm: _recurrent(aten.lstm.data),
@@ -66,6 +67,6 @@ PACKED: dict[Any, Callable[..., Any]] = {
 }
 
 
-def is_packed(func: Any, args: Sequence[Any]) -> bool:
+def is_packed(func: object, args: Sequence[object]) -> bool:
     """Whether a call works on a packed sequence: a layer has its weights one place later then."""
     return func in PACKED and (len(args) < 6 or isinstance(args[3], (list, tuple)))

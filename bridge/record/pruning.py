@@ -11,14 +11,15 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import numpy as np
 
 from ..base import torch_internals as ti
+from ..lowerings.signatures import Forms
 from ..memory.dtypes import jax_dtype
 from .graph import Graph
-from .nodes import Const, Meta, Node, Ref, Value
+from .nodes import Const, Meta, Node, Ref
 from .recorder import Barrier, Spec
 
 
@@ -61,7 +62,7 @@ class _Half:
         metas = itertools.compress(graph.output_metas, graph.differentiable)
         self.metas = dict(zip(graph.cotangents, metas, strict=True))
 
-    def is_absent(self, value: Value) -> bool:
+    def is_absent(self, value: object) -> bool:
         return isinstance(value, Ref) and value.node in self.absent
 
     def prune(self, i: int) -> bool:
@@ -103,21 +104,21 @@ class _Half:
             return dataclasses.replace(node, leaves=tuple(map(self._or_zeros, node.leaves)))
         return None
 
-    def _or_zeros(self, leaf: Any) -> Any:
+    def _or_zeros(self, leaf: object) -> object:
         if not self.is_absent(leaf):
             return leaf
         meta = self._meta(leaf)
         assert meta is not None
         return Const(np.broadcast_to(np.zeros((), jax_dtype(meta.dtype)), meta.shape))
 
-    def _is_other(self, leaf: Any) -> bool:
+    def _is_other(self, leaf: object) -> bool:
         return isinstance(leaf, (Ref, Const)) and not self.is_absent(leaf)
 
     def _latest(self) -> Ref:
         node = self.nodes[self.latest]
         return Ref(self.latest, None if node is None or node.single else 0)
 
-    def _meta(self, leaf: Any) -> Meta | None:
+    def _meta(self, leaf: object) -> Meta | None:
         if not isinstance(leaf, Ref):
             return None
         node = self.nodes[leaf.node]
@@ -128,5 +129,5 @@ class _Half:
 class _Alone:
     """What is left of a sum."""
 
-    def lower(self, array: Any, _results: Any, _key: Any) -> Any:
+    def lower(self, array: jax.Array, _results: Forms, _key: jax.Array | None) -> jax.Array:
         return array

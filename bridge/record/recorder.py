@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..base import torch_internals as ti
@@ -24,9 +25,10 @@ from ..lowerings import has_lowering
 from ..lowerings.checks import Condition
 from ..lowerings.conditions import Check, asserted, factorised, reports_failure, required
 from ..lowerings.half import HALF, IN_FLOAT32
+from ..lowerings.signatures import Arguments, Forms, Options
 from ..memory.dtypes import jax_dtype
 from .kernels import kernel_dtype
-from .nodes import Const, Meta, Node, Ref, Value
+from .nodes import Const, Meta, Node, Op, Ref, Value
 
 aten = torch.ops.aten
 _VALUE_OPS = (aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.allclose)
@@ -107,7 +109,13 @@ class Recorder(ti.TorchDispatchMode):
 
     supports_higher_order_operators = True  # to refuse them by name
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload | HigherOrderOperator,
+        types: Sequence[type],
+        args: Arguments = (),
+        kwargs: Options | None = None,
+    ) -> object:
         with torch._C.DisableTorchFunction(), self.noting_refusals():  # what runs down here is torch's, not the user's
             return self._dispatch(func, args, kwargs or {})
 
@@ -120,7 +128,7 @@ class Recorder(ti.TorchDispatchMode):
             self.refusal = error
             raise
 
-    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _dispatch(self, func: OpOverload | HigherOrderOperator, args: Arguments, kwargs: Options) -> Any:
         """Write an op down, or the smaller ones it is made of; one that depends on no input runs in eager torch."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise TraceError(
@@ -187,13 +195,13 @@ class Recorder(ti.TorchDispatchMode):
     def _check(self, evidence: torch.Tensor, condition: Condition) -> None:
         self.checks.append(Check(condition, self.value(evidence), user_line()))
 
-    def _factor_with_check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _factor_with_check(self, func: OpOverload, args: Arguments, kwargs: Options) -> object:
         with self:
             results = func(*args, **kwargs)
         self._check(results[-1], factorised(f"torch.linalg.{func.overloadpacket.__name__}", args[0].dim() == 2))
         return results
 
-    def _refuse_values(self, func: Any, kwargs: dict[str, Any]) -> None:
+    def _refuse_values(self, func: OpOverload, kwargs: Options) -> None:
         if func.overloadpacket in _VALUE_OPS:
             layer = calling_object(_BatchNorm.forward)
             if layer is not None:
@@ -213,9 +221,9 @@ class Recorder(ti.TorchDispatchMode):
                 "each call takes from torch's default generator: leave `generator` out and use torch.manual_seed."
             )
 
-    def _index(self, indices: Sequence[Any]) -> list[Any]:
+    def _index(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Constant boolean masks become plain integer indices."""
-        result: list[Any] = []
+        result: list[torch.Tensor | None] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and self.is_constant(index):
                 with ti.no_dispatch():
@@ -224,7 +232,7 @@ class Recorder(ti.TorchDispatchMode):
                 result.append(index)
         return result
 
-    def _check_within(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check_within(self, func: OpOverload, args: Arguments, kwargs: Options) -> None:
         """Refuse an ``as_strided`` that sees more than the tensor's own elements in their order."""
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         tensor, offset, size = given["self"], given.get("storage_offset"), given["size"]
@@ -237,7 +245,7 @@ class Recorder(ti.TorchDispatchMode):
                 "offset. Call .contiguous() or .clone() first, or index the tensor."
             )
 
-    def _promoted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _promoted(self, func: OpOverload, args: Arguments, kwargs: Options) -> Arguments:
         """The arguments of an elementwise op, whole numbers as floats where the result is one: torch converts first."""
         with self.fake:
             out = ti.torch_pytree.tree_leaves(func(*args, **kwargs))[0]
@@ -246,7 +254,7 @@ class Recorder(ti.TorchDispatchMode):
         with self:
             return ti.map_tensors(lambda t: t.to(out.dtype), args)
 
-    def _in_float32(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _in_float32(self, func: OpOverload, args: Arguments, kwargs: Options) -> object:
         """An op on half-precision tensors, computed in float32 and rounded at the end."""
         with self.fake:
             narrow, spec = ti.torch_pytree.tree_flatten(func(*args, **kwargs))
@@ -258,7 +266,7 @@ class Recorder(ti.TorchDispatchMode):
             rounded = [w.to(n.dtype) if isinstance(n, torch.Tensor) else n for w, n in zip(wide, narrow, strict=True)]
         return ti.torch_pytree.tree_unflatten(rounded, spec)
 
-    def _decompose(self, func: Any, args: Any, kwargs: Any, random: bool) -> Any:
+    def _decompose(self, func: OpOverload, args: Arguments, kwargs: Options, random: bool) -> object:
         """Smaller ops, for what has no lowering of ours: torch's decompositions are exact, torchax's table less so."""
         known = has_lowering(func)
         if known == "own":
@@ -275,7 +283,7 @@ class Recorder(ti.TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         return NotImplemented
 
-    def _of_nothing(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _of_nothing(self, func: OpOverload, args: Arguments, kwargs: Options) -> object:
         """The results of an op on empty tensors, which decompositions divide by their size or count wrongly."""
         device = next(t.device for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         with ti.no_dispatch():
@@ -284,7 +292,9 @@ class Recorder(ti.TorchDispatchMode):
         with self:
             return ti.map_tensors(lambda t: t.to(device), results)
 
-    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], random: bool) -> Any:
+    def _record(
+        self, func: OpOverload, args: Arguments, kwargs: Options, tensors: list[torch.Tensor], random: bool
+    ) -> object:
         try:
             with self.fake, noting_line():
                 out = func(*args, **kwargs)
@@ -319,12 +329,12 @@ class Recorder(ti.TorchDispatchMode):
 
     def call(
         self,
-        op: Any,
+        op: Op,
         tensors: Sequence[torch.Tensor],
         results: Sequence[Meta],
         draw: int | None,
         more: tuple[Value, ...] = (),
-    ) -> list[Any]:
+    ) -> list[torch.Tensor]:
         """Write down a call of another compiled function; what it returns, as tensors of this trace."""
         with torch._C.DisableTorchFunction():
             inner: list[Any] = [ti.from_fun(t.detach()) if isinstance(t, ti.FunctionalTensor) else t for t in tensors]
@@ -399,7 +409,7 @@ class Barrier:
     Without it, all second passes of checkpoints could run at once, which would take the memory that they are to save.
     """
 
-    def lower(self, *arrays: Any, _results: Sequence[Any], _key: Any) -> Any:
+    def lower(self, *arrays: jax.Array, _results: Forms, _key: jax.Array | None) -> Sequence[jax.Array]:
         *values, latest = jax.lax.optimization_barrier(arrays)
         if jax.default_backend() != "cpu" or not latest.size:
             return values
@@ -417,10 +427,10 @@ class Spec:
 
     __slots__ = ("spec",)
 
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, spec: ti.torch_pytree.TreeSpec) -> None:
         self.spec = spec
 
-    def unflatten(self, leaves: Sequence[Any]) -> Any:
+    def unflatten(self, leaves: Sequence[object]) -> tuple[Arguments, Options]:
         return ti.torch_pytree.tree_unflatten(leaves, self.spec)
 
 

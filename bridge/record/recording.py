@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._ops import OpOverload
 
 from ..base import torch_internals as ti
 from ..base.errors import (
@@ -33,6 +34,7 @@ from ..base.errors import (
     refuse_seed,
     user_line,
 )
+from ..lowerings.signatures import Options
 from ..watch.watching import refused, watching
 from .backward import fill_grads
 from .captured import Captured, is_traced_tensor, recording
@@ -49,7 +51,9 @@ aten = torch.ops.aten
 class _Functionalisation(ti.FunctionalTensorMode):
     """torch's, out of sight of function modes: what runs in it is torch's own, not the user's."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Options | None = None
+    ) -> object:
         if func is aten.set_.source_Tensor and not isinstance(args[0], ti.FunctionalTensor):
             raise TraceError(f"{user_line()}: a traced function cannot set_ a tensor that it captures. Assign .data.")
         with torch._C.DisableTorchFunction():
@@ -134,7 +138,12 @@ def _unchanged_generators() -> Iterator[None]:
 
 
 def _record_leaves(
-    fun: Any, metas: Any, need: Any, known: Any, wants: Any, live: Any
+    fun: Callable[..., Sequence[torch.Tensor]],
+    metas: Sequence[Meta],
+    need: Sequence[bool],
+    known: Sequence[torch.Tensor],
+    wants: Callable[[torch.Tensor], bool],
+    live: Container[int] | None,
 ) -> tuple[Graph, list[torch.Tensor]]:
     try:
         return _record_once(fun, metas, need, known, wants, live)
@@ -168,7 +177,13 @@ def _naming_refusals(recorder: Recorder) -> Iterator[None]:
 
 
 def _record_once(
-    fun: Any, metas: Any, need: Any, known: Any, wants: Any, live: Any, copies: bool = False
+    fun: Callable[..., Sequence[torch.Tensor]],
+    metas: Sequence[Meta],
+    need: Sequence[bool],
+    known: Sequence[torch.Tensor],
+    wants: Callable[[torch.Tensor], bool],
+    live: Container[int] | None,
+    copies: bool = False,
 ) -> tuple[Graph, list[torch.Tensor]]:
     recorder = Recorder()
     captured = Captured(recorder, known, wants, copies)
@@ -185,8 +200,8 @@ def _record_once(
         _Functionalisation(),
     ):
         arguments = [ti.to_fun(t).requires_grad_(n) for t, n in zip(inner, need, strict=False)]
-        for tensor, differentiable in zip(known, need[len(metas) :], strict=True):
-            captured.add(tensor, differentiable or tensor.requires_grad)
+        for tensor, is_needed in zip(known, need[len(metas) :], strict=True):
+            captured.add(tensor, is_needed or tensor.requires_grad)
         captured.arguments = arguments
         with interception, captured, ti.entering_functorch(captured.stand_in):
             outputs = [_functional(captured.stand_in(o)) for o in fun(*arguments)]
@@ -228,11 +243,17 @@ def _record_once(
     return graph, captured.tensors
 
 
-def _functional(out: Any) -> torch.Tensor:
+def _functional(out: torch.Tensor) -> torch.Tensor:
     return out if isinstance(out, ti.FunctionalTensor) else aten.lift_fresh(out)
 
 
-def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captured, cotangents: Any) -> list[Any]:
+def _gradients(
+    outputs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    wanted_captured: Sequence[torch.Tensor],
+    captured: Captured,
+    cotangents: Sequence[torch.Tensor],
+) -> Sequence[torch.Tensor | None]:
     if not outputs or not (wanted or wanted_captured):
         return [None] * (len(wanted) + len(wanted_captured))
     stand_ins = [captured.leaves[id(t)] for t in wanted_captured]
@@ -250,16 +271,18 @@ def _gradients(outputs: Any, wanted: Any, wanted_captured: Any, captured: Captur
     return gradients
 
 
-def _reached(outputs: Any, inputs: Any, need: Sequence[bool], captured: Captured) -> tuple[list[int], list[int]]:
+def _reached(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], need: Sequence[bool], captured: Captured
+) -> tuple[list[int], list[int]]:
     """For each output, as bits: the needed inputs to which autograd goes back, and the user's Functions on the way."""
-    bit: dict[Any, int] = {}
+    bit: dict[object, int] = {}
     with torch._C.DisableTorchFunction():
         for i, (tensor, needed) in enumerate(zip(inputs, need, strict=True)):
-            for end in (tensor, captured.leaves.get(id(tensor), tensor)) if needed else ():
-                bit[id(end) if end.grad_fn is None else end.grad_fn] = 1 << i
-        masks: dict[Any, tuple[int, int]] = {None: (0, 0)}
+            for leaf in (tensor, captured.leaves.get(id(tensor), tensor)) if needed else ():
+                bit[id(leaf) if leaf.grad_fn is None else leaf.grad_fn] = 1 << i
+        masks: dict[object, tuple[int, int]] = {None: (0, 0)}
         functions = 0
-        stack = [o.grad_fn for o in outputs]
+        stack: list[Any] = [o.grad_fn for o in outputs]
         while stack:
             node = stack[-1]
             if node in masks:
@@ -286,15 +309,15 @@ def _reached(outputs: Any, inputs: Any, need: Sequence[bool], captured: Captured
 def _graph(
     recorder: Recorder,
     captured: Captured,
-    inner: Any,
-    arguments: Any,
-    cotangents: Any,
-    outputs: Any,
-    differentiable: Any,
-    reach: Any,
-    own: Any,
-    gradients: Any,
-    need: Any,
+    inner: Sequence[torch.Tensor],
+    arguments: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    differentiable: Sequence[bool],
+    reach: list[int],
+    own: list[int],
+    gradients: Sequence[torch.Tensor | None],
+    need: Sequence[bool],
 ) -> Graph:
     def value(tensor: torch.Tensor) -> Value:
         inner: Any = ti.from_fun(tensor) if isinstance(tensor, ti.FunctionalTensor) else tensor

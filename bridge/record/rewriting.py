@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -68,17 +68,17 @@ def barriers(nodes: Sequence[Node | None], outputs: Sequence[Value]) -> tuple[di
     return found, {o.node for o in outputs if isinstance(o, Ref) and QUOTIENT in _seen(o, tags)}
 
 
-def _seen(leaf: Any, tags: dict[int, Tags]) -> Tags:
+def _seen(leaf: object, tags: dict[int, Tags]) -> Tags:
     if isinstance(leaf, Ref):
         return tags.get(leaf.node, _NOTHING)
     return frozenset((CONSTANT,)) if isinstance(leaf, Const) or _is_number(leaf) else _NOTHING
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_number(leaf: object) -> TypeGuard[float]:
     return isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
 
 
-def _is_inverse(exponent: Any) -> bool:
+def _is_inverse(exponent: object) -> bool:
     return _is_number(exponent) and exponent < 0
 
 
@@ -109,7 +109,7 @@ def _guarded(name: str, node: Node, a: Tags, b: Tags) -> Iterator[int]:
         yield 0
 
 
-def _factor(node: Node, place: int, tags: Tags, inverse: bool = False) -> Any:
+def _factor(node: Node, place: int, tags: Tags, inverse: bool = False) -> float | str | None:
     """The constant that an operand is, or its inverse: a number, SCALED for an array, None if it is no constant."""
     leaf = node.leaves[place]
     if CONSTANT not in tags:
@@ -129,7 +129,7 @@ def _rescales(node: Node, scaled: Tags, d: Any) -> bool:
     return any((abs(c) < 1) != (abs(d) < 1) or not info.tiny <= abs(c * d) <= info.max for c in factors)
 
 
-def _is_power_of_two(factor: Any) -> bool:
+def _is_power_of_two(factor: object) -> bool:
     return _is_number(factor) and math.frexp(abs(factor))[0] == 0.5
 
 
@@ -173,13 +173,13 @@ def _smallest(node: Node) -> float:
     return info.tiny * info.eps
 
 
-def _beside(leaf: Any, tags: Tags, other: Tags) -> Tags:
+def _beside(leaf: object, tags: Tags, other: Tags) -> Tags:
     """The tags of a product's factor where the other factor may be the number one."""
     may_be_one = leaf == 1 if _is_number(leaf) else tags & {UNIT, CONSTANT}
     return other - {CONSTANT, SPREAD} if may_be_one else _NOTHING
 
 
-def _of_power(exponent: Any, a: Tags) -> Tags:
+def _of_power(exponent: object, a: Tags) -> Tags:
     if not _is_number(exponent):
         return frozenset((POWER,))
     if exponent == 1:

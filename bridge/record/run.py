@@ -7,16 +7,18 @@ smaller ops that torch makes of it, which are recorded in their turn.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax import Array
+from jax.typing import ArrayLike
 
 from ..lowerings import find_lowering
 from ..lowerings.bounds import checked
+from ..lowerings.signatures import Arguments, Forms, Function
 from ..lowerings.stored import stored
 from ..memory.dtypes import jax_dtype, torch_dtype
 from .graph import Graph
@@ -24,9 +26,10 @@ from .nodes import Const, Meta, Node, Ref, Value
 from .recording import record
 
 aten = torch.ops.aten
+Values = dict[int, Any]  # by node: its result, or a list of several
 
 
-def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Array) -> None:
+def run(graph: Graph, todo: Sequence[int], values: Values, key: jax.Array) -> None:
     """Evaluate the nodes ``todo`` in order into ``values``; random draws come from ``key`` by their number."""
     for i in todo:
         node = graph.nodes[i]
@@ -55,7 +58,7 @@ def run(graph: Graph, todo: Sequence[int], values: dict[int, Any], key: jax.Arra
             values[i] = [stored(r) if Ref(i, j) in graph.stored else r for j, r in enumerate(found)]
 
 
-def _apart(operand: Any, node: Node, place: int) -> Any:
+def _apart(operand: Array, node: Node, place: int) -> Array:
     """An operand of an elementwise op, out of the sight of XLA's simplifier; a divisor is spread out before."""
     meta = node.results[0]
     if place == 1 and meta is not None:
@@ -63,7 +66,7 @@ def _apart(operand: Any, node: Node, place: int) -> Any:
     return jax.lax.optimization_barrier(operand)
 
 
-def read(values: dict[int, Any], value: Value) -> jax.Array:
+def read(values: Values, value: Value) -> jax.Array:
     """The array that a Ref or a Const stands for."""
     if isinstance(value, Const):
         array = value.array
@@ -76,7 +79,7 @@ def read(values: dict[int, Any], value: Value) -> jax.Array:
     return found if value.item is None else found[value.item]
 
 
-def _as_eager(result: Any, meta: Meta | None) -> Any:
+def _as_eager(result: ArrayLike | None, meta: Meta | None) -> Any:
     """The result with the dtype and shape that eager torch gives (JAX promotes by other rules)."""
     if meta is None or result is None:
         return result
@@ -88,7 +91,7 @@ def _as_eager(result: Any, meta: Meta | None) -> Any:
 
 
 @functools.cache
-def _pulled_back(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _pulled_back(op: torch._ops.OpOverload) -> Function:
     """The lowering of ``f_backward(cotangent, x, *rest)``, an op with its arguments in this order."""
     name = op.overloadpacket.__name__
     base = name.removesuffix("_backward")
@@ -96,13 +99,22 @@ def _pulled_back(op: torch._ops.OpOverload) -> Callable[..., Any]:
         return _no_lowering
     forward = functools.partial(_forward, _overload(getattr(aten, base)))
 
-    def pull_back(g: Array, x: Array, *rest: Any, _results: Any, _key: Any) -> Array:
+    def pull_back(g: Array, x: Array, *rest: object, _results: Forms, _key: Array | None) -> Array:
         return jax.vjp(lambda x: forward(x, *rest), x)[1](g)[0]
 
-    def upsample(g: Array, output_size: Any, input_size: Any, *rest: Any, _results: Any, _key: Any) -> Array:
+    def upsample(
+        g: Array,
+        output_size: Sequence[int],
+        input_size: Sequence[int],
+        *rest: object,
+        _results: Forms,
+        _key: Array | None,
+    ) -> Array:
         return jax.vjp(lambda x: forward(x, output_size, *rest), jnp.zeros(input_size, g.dtype))[1](g)[0]
 
-    def grid_sampler(g: Array, x: Array, grid: Array, *rest: Any, _results: Any, _key: Any) -> Any:
+    def grid_sampler(
+        g: Array, x: Array, grid: Array, *rest: object, _results: Forms, _key: Array | None
+    ) -> tuple[Array, ...]:
         return jax.vjp(lambda x, grid: forward(x, grid, *rest[:-1]), x, grid)[1](g)  # without the mask of outputs
 
     if base.startswith("grid_sampler"):
@@ -110,7 +122,7 @@ def _pulled_back(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return upsample if base.startswith(("upsample", "_upsample")) else pull_back
 
 
-def _forward(op: torch._ops.OpOverload, *args: Any) -> Any:
+def _forward(op: torch._ops.OpOverload, *args: object) -> Any:
     lower = find_lowering(op)
     return _recorded(op, args) if lower is None else lower(*args, _results=(), _key=None)
 
@@ -120,7 +132,7 @@ def _overload(packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverload:
     return getattr(packet, "default" if "default" in overloads else overloads[0])
 
 
-def _recorded(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
+def _recorded(op: torch._ops.OpOverload, args: Arguments) -> Any:
     """An op that torch decomposes: record it, and run the smaller ops."""
     where = [i for i, a in enumerate(args) if isinstance(a, jax.Array)]
     metas = [Meta(torch_dtype(args[i].dtype), args[i].shape) for i in where]
@@ -135,13 +147,13 @@ def _recorded(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
     graph, _ = record(fun, metas, [False] * len(metas), [])
     if any(node is not None and node.op is op for node in graph.nodes):
         _no_lowering()
-    values: dict[int, Any] = dict(zip(graph.inputs, [args[i] for i in where], strict=True))
+    values: Values = dict(zip(graph.inputs, [args[i] for i in where], strict=True))
     run(graph, graph.forward_nodes, values, jax.numpy.zeros(2, "uint32"))
     outs = [read(values, o) for o in graph.outputs]
     return outs[0] if len(outs) == 1 else outs
 
 
-def _no_lowering(*args: Any, **kwargs: Any) -> NoReturn:
+def _no_lowering(*args: object, **kwargs: object) -> NoReturn:
     """The lowering of an op that has no counterpart in JAX; who calls it names the op and the user's line."""
     raise NotImplementedError(
         "no lowering is known for it. Use other torch ops there, or compute this part outside of the function and "
