@@ -71,7 +71,7 @@ class View:
         view = view.conj() if self.is_conj else view
         return torch._neg_view(view) if self.is_neg else view
 
-    def of_array(self, base: Any) -> Any:
+    def of_array(self, base: jax.Array) -> jax.Array:
         """Its values, for an array."""
         base = jax.lax.stop_gradient(base) if self.is_detached else base
         if self.is_whole:
@@ -108,7 +108,7 @@ class Constant:
 
 Basic = Given | Made
 Source = Basic | View | Constant
-UNKNOWN: Any = object()
+UNKNOWN: object = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Moved:
     """What stood in a place when the call began: a list, a module, a function that the call puts into another one."""
 
     place: int
-    key: Any
+    key: object
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class Bound:
     structure: Structure
     tensors: tuple[Source, ...]
 
-    def build(self, tensor: Callable[[Source], torch.Tensor]) -> Any:
+    def build(self, tensor: Callable[[Source], torch.Tensor]) -> object:
         """The value of a call, with the tensors that belong to the sources there."""
         return to_torch_tree(self.structure.join(map(tensor, self.tensors)))
 
@@ -152,9 +152,9 @@ class Effect:
     """What each call leaves in a place: a plain value, a :class:`Bound` or :class:`Moved` one, or ABSENT."""
 
     place: int  # which one of the walk
-    key: Any
-    before: Any  # UNKNOWN if it was no plain value: caches keep this
-    after: Any
+    key: object
+    before: object  # UNKNOWN if it was no plain value: caches keep this
+    after: object
 
 
 def from_basic(tensor: Callable[[Basic], torch.Tensor]) -> Callable[[Source], torch.Tensor]:
@@ -189,12 +189,12 @@ def put(tensor: torch.Tensor, value: torch.Tensor, moves: bool) -> None:
             tensor.copy_(value)
 
 
-Entry = tuple[Place, Any, Any]  # a place, the key there, and the value
+Entry = tuple[Place, Any, object]  # a place, the key there, and the value
 
 
 def leave(effects: Sequence[Effect], places: Sequence[Place], tensor: Callable[[Source], torch.Tensor]) -> list[Entry]:
     """Write what a call leaves behind; what stood in these places before."""
-    values: dict[int, Any] = {}
+    values: dict[int, object] = {}
     for after in (effect.after for effect in effects):  # all are read before any is written
         if isinstance(after, Bound) and id(after) not in values:  # a container in two places is one
             values[id(after)] = after.build(tensor)
@@ -213,7 +213,7 @@ def entries(effects: Sequence[Effect], places: Sequence[Place]) -> list[Entry]:
 
 def restore(before: Sequence[Entry]) -> list[Entry]:
     """Write into places what they held; what they hold now, for the way back."""
-    first: dict[Any, Entry] = {}
+    first: dict[object, Entry] = {}
     for entry in before:
         first.setdefault((id(entry[0].owner), entry[1]), entry)
     # What is taken out of a list goes last, from its end; then dicts are put in order.
@@ -251,12 +251,12 @@ class Results:
     ) -> None:
         self.tensors: list[Any] = list(returned)
         self._arguments, self._captured, self._once = list(arguments), captured, once
-        self._kept: list[Any] = []
-        self._bases: dict[int, Any] = {}  # by the memory that they show
-        self._values: dict[int, tuple[Any, Bound | None]] = {}  # the value keeps its id from being given away
-        self._sources: dict[int, tuple[Any, Source | None]] = {}
+        self._kept: list[torch.Tensor] = []
+        self._bases: dict[int, torch.Tensor] = {}  # by the memory that they show
+        self._values: dict[int, tuple[object, Bound | None]] = {}  # the value keeps its id from being given away
+        self._sources: dict[int, tuple[torch.Tensor, Source | None]] = {}
 
-    def bind(self, value: Any, name: str) -> Bound | None:
+    def bind(self, value: object, name: str) -> Bound | None:
         """A value with tensors in it, as each call has to make it; None if it is different for each example."""
         if id(value) not in self._values:
             tensors, structure = Structure.split(to_jax_tree(value), lambda leaf: isinstance(leaf, torch.Tensor))
@@ -276,7 +276,7 @@ class Results:
         with torch._C.DisableTorchFunction():
             return self._captured.depend_on(sources, [unwrapped(t) for t in (*self.tensors, *tensors)])
 
-    def _source(self, tensor: Any, name: str) -> Source | None:
+    def _source(self, tensor: torch.Tensor, name: str) -> Source | None:
         if self._captured is None:  # torch2jax runs the function at each call
             return Constant(tensor)
         if ti.is_functorch_wrapped_tensor(tensor):
@@ -301,7 +301,7 @@ class Results:
         """Take note of all tensors that are about to be bound: some may be views of others, or of one that is not."""
         self._kept = list({id(t): t for t in map(unwrapped, values)}.values())
 
-    def _made(self, tensor: Any, name: str) -> Source:
+    def _made(self, tensor: torch.Tensor, name: str) -> Source:
         if tensor.requires_grad and tensor.is_leaf:
             raise TraceError(
                 f"{user_line()}: the traced function makes a tensor that requires grad of its own (a Parameter, "
@@ -324,7 +324,7 @@ class Results:
             self.tensors.append(base)
         return Made(known) if base is tensor else _view(tensor, base, Made(known))
 
-    def _base(self, tensor: Any, group: Sequence[Any], name: str) -> Any:
+    def _base(self, tensor: torch.Tensor, group: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         """A result that shows the memory of all tensors of a group."""
         for other in (*self.tensors, *self._kept):
             if _is_in_order(other) and all(_shows(other, t) for t in group):
@@ -338,12 +338,12 @@ class Results:
         return self._bases.setdefault(ti.storage_key(base), base)
 
 
-def _is_base(other: Any, tensor: Any) -> bool:
+def _is_base(other: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a view of one tensor is the other, with its history in autograd."""
     return _shows(other, tensor) and bool(other.requires_grad or not tensor.requires_grad)
 
 
-def whole(tensor: Any) -> Any:
+def whole(tensor: torch.Tensor) -> torch.Tensor | None:
     """All of the memory of which a tensor of a trace shows a part, in order; None if autograd does not know it."""
     base = tensor if tensor._base is None else tensor._base
     if not base.is_contiguous() and _in_order(base).is_contiguous():
@@ -351,7 +351,7 @@ def whole(tensor: Any) -> Any:
     return base if _is_in_order(base) else None
 
 
-def is_row(tensor: Any) -> bool:
+def is_row(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for the rows of ``torch.func.vmap``."""
     while ti.is_functorch_wrapped_tensor(tensor):
         if ti.is_batched(tensor):
@@ -360,42 +360,42 @@ def is_row(tensor: Any) -> bool:
     return False
 
 
-def unwrapped(tensor: Any) -> Any:
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor below what ``torch.func`` wraps around it."""
     while ti.is_functorch_wrapped_tensor(tensor):
         tensor = ti.unwrap(tensor)
     return tensor
 
 
-def _in_order(tensor: Any) -> Any:
+def _in_order(tensor: Any) -> torch.Tensor:
     """A tensor with its axes in the order of its memory."""
     return tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis)))
 
 
-def _is_in_order(tensor: Any) -> bool:
+def _is_in_order(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a trace has its elements in order from the start of its memory."""
     return isinstance(tensor, ti.FunctionalTensor) and tensor.is_contiguous() and not tensor.storage_offset()
 
 
-def _share_memory(one: Any, two: Any) -> bool:
+def _share_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
     if not (isinstance(one, ti.FunctionalTensor) and isinstance(two, ti.FunctionalTensor)):
         return False
     return bool(one.numel() and two.numel()) and ti.storage_key(one) == ti.storage_key(two)
 
 
-def span(tensor: Any) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
     """Where the elements of a tensor begin and end in its memory, in bytes."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start, size = int(tensor.storage_offset()), tensor.element_size()
     return start * size, (start + last + 1) * size
 
 
-def _overlap(one: Any, two: Any) -> bool:
+def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
     (start, end), (first, last) = span(one), span(two)
     return one is two or (_share_memory(one, two) and start < last and first < end)
 
 
-def _shows(other: Any, tensor: Any) -> bool:
+def _shows(other: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a tensor of a trace is a part of the memory of another."""
     if not _share_memory(other, tensor) or other.storage_offset():
         return False
@@ -411,12 +411,12 @@ def _shows(other: Any, tensor: Any) -> bool:
     return bool(np.isin(places, _different_positions(other)).all())
 
 
-def _different_positions(tensor: Any) -> np.ndarray:
+def _different_positions(tensor: torch.Tensor) -> np.ndarray:
     stride = tuple(tensor.stride())
     return _positions([n if step else 1 for n, step in zip(tensor.shape, stride, strict=True)], stride)
 
 
-def _view(tensor: Any, other: Any, base: Given | Made) -> View:
+def _view(tensor: torch.Tensor, other: torch.Tensor, base: Given | Made) -> View:
     size, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
     is_conj, is_neg = tensor.is_conj() != other.is_conj(), tensor.is_neg() != other.is_neg()
     is_same = (tensor.dtype, size) == (other.dtype, tuple(other.shape)) and not (is_conj or is_neg)

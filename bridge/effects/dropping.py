@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from ..watch.places import Place
 from ..watch.uses import is_named, uses
@@ -38,6 +37,6 @@ def warn_of_moving(names: Sequence[str], walk: Walk) -> None:
         )
 
 
-def _is_for_later(place: Place, key: Any, walk: Walk) -> bool:
+def _is_for_later(place: Place, key: object, walk: Walk) -> bool:
     found = uses(place, key, walk)
     return "reads" not in found and ("writes" in found or not is_named(place))

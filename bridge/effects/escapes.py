@@ -21,7 +21,7 @@ _NOT_PLAIN = (type, types.ModuleType, types.FunctionType, torch.Tensor, torch.nn
 _MANY = 10_000  # objects to look at
 
 
-def opening(known: Iterable[Any]) -> Callable[[Any], Any]:
+def opening(known: Iterable[object]) -> Callable[[object], object]:
     """A function of the leaves of a result: objects with tensors in their attributes become containers.
 
     Each call makes them anew, as the function does: a cache of transformers, say. Not so those that are ``known``,
@@ -29,7 +29,7 @@ def opening(known: Iterable[Any]) -> Callable[[Any], Any]:
     """
     closed = {id(x) for x in known}
 
-    def opened(x: Any) -> Any:
+    def opened(x: object) -> object:
         kind: Any = type(x)
         fields: Any = getattr(x, "__dict__", None)
         is_plain = type(fields) is dict and kind.__new__ is object.__new__ and not slots_of(kind)
@@ -45,7 +45,7 @@ def opening(known: Iterable[Any]) -> Callable[[Any], Any]:
     return opened
 
 
-def traced_tensor_in(value: Any, depth: int | None = None) -> str | None:
+def traced_tensor_in(value: object, depth: int | None = None) -> str | None:
     """Where an object holds a tensor of a trace, as ``.layers[0].keys``; None if it holds none."""
     queue, seen = collections.deque([(value, "", 0)]), {id(value)}
     keep = [value]  # an id is given away again
@@ -66,7 +66,7 @@ def traced_tensor_in(value: Any, depth: int | None = None) -> str | None:
     return None
 
 
-def _held_by(x: Any) -> Iterable[tuple[str, Any]]:
+def _held_by(x: object) -> Iterable[tuple[str, object]]:
     """What an object holds, each with how it is reached."""
     if isinstance(x, types.FunctionType):
         yield from ((f".{k}", cell) for k, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True))
@@ -86,7 +86,7 @@ def _held_by(x: Any) -> Iterable[tuple[str, Any]]:
     fields = getattr(x, "__dict__", None)
     if isinstance(fields, dict):
         yield from ((f".{k}", v) for k, v in list(fields.items()))
-    kind: Any = type(x)
+    kind: type = type(x)
     slots = slots_of(kind)
     yield from ((f".{name}", getattr(x, name)) for name in slots if hasattr(x, name))
     if fields is None and not slots:  # a cell, a set, the values of a dict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..base.errors import TraceError, WrittenLeaf, is_raised_by_jax, noting_line, user_line
+from ..lowerings.signatures import Arguments, Function, Options
 from ..memory.trees import Structure, to_jax_tree, to_torch_tree
 from ..memory.values import is_interpreted
 from ..record.captured import recording
@@ -41,7 +42,7 @@ class FlatFunction:
     """Flat tensors to what the function returns, then what it leaves behind."""
 
     def __init__(
-        self, torch_fun: Callable[..., Any], structure: Structure, walk: Walk, mode: Mode, is_interpreted: bool
+        self, torch_fun: Callable[..., object], structure: Structure, walk: Walk, mode: Mode, is_interpreted: bool
     ) -> None:
         self._torch_fun, self._structure, self.mode = torch_fun, structure, mode
         self.arguments = sum(structure.moves)
@@ -82,7 +83,7 @@ class FlatFunction:
                 "once, while it is traced. Return what is to be kept from the function, or take the hook away."
             )
 
-    def _run_first(self, tensors: Any, watched: Watched) -> list[Any]:
+    def _run_first(self, tensors: Sequence[Any], watched: Watched) -> list[Any]:
         returned, shape = Structure.split(self._run(tensors), self._is_tensor)
         watched.check()
         current = None if self._is_interpreted else recording()
@@ -121,14 +122,14 @@ class FlatFunction:
                     "of transformers by use_cache=False)."
                 )
 
-    def _run_again(self, tensors: Any, watched: Watched) -> list[Any]:
+    def _run_again(self, tensors: Sequence[Any], watched: Watched) -> list[Any]:
         """For a derivative: the same results, from the same start."""
         assert self.captured is not None
         for effect in self.effects:
             if effect.before is not UNKNOWN:
                 write(watched.places[effect.place], effect.key, effect.before)
         returned = Structure.split(self._run(tensors), self._is_tensor)[0]
-        left: dict[int, Any] = {}
+        left: dict[int, torch.Tensor | None] = {}
         bound = [(e, e.after) for e in self.effects if isinstance(e.after, Bound)]
         for effect, after in bound:
             found = tensors_in(read_entry(watched.places[effect.place], effect.key))
@@ -142,7 +143,7 @@ class FlatFunction:
         carried = [self.captured[i] for i in self.carried]
         return [*returned, *extra, *(t.view_as(t) for t in carried)]
 
-    def _run(self, tensors: Any) -> Any:
+    def _run(self, tensors: Sequence[Any]) -> Any:
         args, kwargs = to_torch_tree(self._structure.join(tensors))
         containers = ArgumentContainers(args, kwargs)
         current = recording()
@@ -190,7 +191,7 @@ class FlatFunction:
         if self.mode.once and not self.mode.grad and code is not None:
             remember_read(code, (HISTORY,))
 
-    def _is_tensor(self, leaf: Any) -> bool:
+    def _is_tensor(self, leaf: object) -> bool:
         return isinstance(leaf, torch.Tensor) or (self._is_interpreted and is_interpreted(leaf))
 
 
@@ -207,7 +208,9 @@ class _NoBatchStatistics(TorchFunctionMode):
         super().__init__()
         self.walk = walk
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: Sequence[type], args: Arguments = (), kwargs: Options | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.batch_norm:
             given = dict(zip(("input", "mean", "var", "weight", "bias", "training"), args, strict=False)) | kwargs

@@ -44,14 +44,14 @@ class Scratch(NamedTuple):
     """A new value that a function for examples or slices put into a place."""
 
     place: Place
-    key: Any
+    key: object
     structure: Structure
     forms: list[tuple[Meta, bool]]  # of its tensors: dtype and shape, and whether they require grad
     is_read: bool  # whether a result or the new value depends on what stood there
     is_same: bool  # whether a value of the same form stood there
     is_added: bool  # whether nothing stood there
 
-    def stand_in(self) -> Any:
+    def stand_in(self) -> object:
         """A value of the same form, of tensors that are no others."""
         tensors = [ti.blank(m.dtype, m.shape, m.device).requires_grad_(grad) for m, grad in self.forms]
         return to_torch_tree(self.structure.join(tensors))
@@ -89,8 +89,8 @@ class Watched:
         for _, members, started in self._sets:
             members.intersection_update(started)
             members.update(started)
-        for _, lock, started in self._locks:
-            locks.put_back(lock, started)
+        for _, lock, state in self._locks:
+            locks.put_back(lock, state)
         self._empty_caches()
 
     def _empty_caches(self) -> None:
@@ -206,18 +206,18 @@ class Watched:
             write(self.places[number], ORDER, before)
         return effects, scratch
 
-    def _is_users(self, place: Place, key: Any, new: Any) -> bool:
+    def _is_users(self, place: Place, key: object, new: object) -> bool:
         """Whether the user's code puts a value into an object of a library."""
         return isinstance(new, torch.nn.Module) or (is_named(place) and "writes" in uses(place, key, self._walk))
 
-    def _orders(self) -> Iterator[tuple[int, Any, Any]]:
+    def _orders(self) -> Iterator[tuple[int, tuple[object, ...], tuple[object, ...]]]:
         """The dicts whose entries stand in another order than those that stay and then those that came."""
         for number, (place, before) in enumerate(zip(self.places, self._before, strict=True)):
             after = place.owner if place.has_order else {}
             if after and [*after] != [*(k for k in before if k in after), *(k for k in after if k not in before)]:
                 yield number, tuple(before), tuple(after)
 
-    def _changes(self) -> Iterator[tuple[int, Any, Any, Any]]:
+    def _changes(self) -> Iterator[tuple[int, object, object, object]]:
         for number, (place, before) in enumerate(zip(self.places, self._before, strict=True)):
             after = read(place)
             keys = [*before, *(k for k in after if k not in before)]
@@ -228,14 +228,14 @@ class Watched:
                     yield number, key, old, new
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors in a value that is about to be bound."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [] if value is ABSENT or _is_plain(value) else _split(value)[0]
 
 
-def _split(value: Any) -> tuple[list[Any], Structure]:
+def _split(value: object) -> tuple[list[torch.Tensor], Structure]:
     return Structure.split(to_jax_tree(value), lambda leaf: isinstance(leaf, torch.Tensor))
 
 
@@ -269,7 +269,7 @@ def first_replaced(before: Sequence[Entry], constants: Sequence[torch.Tensor]) -
     return None
 
 
-def _is_mirror(old: Any, new: Any, place: Place) -> bool:
+def _is_mirror(old: Any, new: object, place: Place) -> bool:
     """Whether a change is none: the result of an operator in place, or the list of its parameters that an RNN keeps."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         return is_update_of(new, old)
@@ -277,7 +277,7 @@ def _is_mirror(old: Any, new: Any, place: Place) -> bool:
     return is_list and all(isinstance(x, torch.nn.Parameter) for x in old)
 
 
-def _scratch(place: Place, key: Any, old: Any, new: Any, results: Results) -> Scratch:
+def _scratch(place: Place, key: object, old: object, new: object, results: Results) -> Scratch:
     tensors, structure = _split(new)
     before, form = ([], None) if old is ABSENT else _split(old)
     with torch._C.DisableTorchFunction():
@@ -286,7 +286,7 @@ def _scratch(place: Place, key: Any, old: Any, new: Any, results: Results) -> Sc
         return Scratch(place, key, structure, forms, results.depend_on(before, tensors), is_same, old is ABSENT)
 
 
-def _check_holds_no_trace(value: Any, name: str) -> None:
+def _check_holds_no_trace(value: object, name: str) -> None:
     """Refuse an object with tensors of the trace in its attributes: they have no values, and it would outlive them."""
     if traced_tensor_in(value, depth=3) is not None:
         raise TraceError(
@@ -296,18 +296,18 @@ def _check_holds_no_trace(value: Any, name: str) -> None:
         )
 
 
-def is_value(after: Any) -> bool:
+def is_value(after: object) -> bool:
     """Whether what a call leaves in a place is neither a tensor nor something that it found: a number, nothing."""
     return not isinstance(after, (Bound, Moved))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
 
 
-def _is_same(old: Any, new: Any) -> bool:
+def _is_same(old: object, new: object) -> bool:
     """Whether plain values are the same, 0.0 and -0.0 told apart, and 1 and True in tuples."""
     return _is_plain(old) and type(old) is type(new) and bool(old == new) and repr(old) == repr(new)
 
@@ -315,14 +315,14 @@ def _is_same(old: Any, new: Any) -> bool:
 class ArgumentContainers:
     """The lists, dicts and dataclasses among the arguments: they are the call's own, and writes to them are lost."""
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._before: list[tuple[str, Any, dict[Any, Any]]] = []
+    def __init__(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        self._before: list[tuple[str, object, dict[object, object]]] = []
         for i, value in enumerate(args):
             self._add(value, f"argument {i}")
         for name, value in kwargs.items():
             self._add(value, name)
 
-    def _add(self, value: Any, name: str) -> None:
+    def _add(self, value: object, name: str) -> None:
         content = _content(value)
         if content is not None:
             self._before.append((name, value, content))
@@ -349,7 +349,7 @@ def _not_seen(where: str, what: str) -> TraceError:
     )
 
 
-def _content(value: Any) -> dict[Any, Any] | None:
+def _content(value: object) -> dict[object, object] | None:
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, (list, tuple, collections.deque)):

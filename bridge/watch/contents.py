@@ -12,7 +12,7 @@ import operator
 import threading
 import types
 import weakref
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from ..base.user_code import is_partly_users, is_users
 from ..memory.values import has_own_data, unusual_stride
 from . import locks
 from .flags import asked_by_function
-from .keys import Same, of_bytes, of_elements, of_plain
+from .keys import Cached, Same, of_bytes, of_elements, of_plain
 from .names import EVERY_METHOD, HISTORY, slots_of, strings_in
 from .places import WRITTEN, Path, Place, Slot, path_name
 from .watching import is_clock
@@ -47,19 +47,19 @@ class Contents:
     identity: Hashable  # of the function that the walk is over
 
     def start(self, names: frozenset[str]) -> None:
-        self.parts: list[Any] = []
+        self.parts: list[object] = []
         self.tensors: list[torch.Tensor] = []
-        self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
-        self.caches: list[Any] = []  # functions with a ``functools.cache``
+        self.arrays: list[tuple[str, np.ndarray]] = []
+        self.caches: list[Cached] = []  # functions with a ``functools.cache``
         self.paths: list[Path] = []
         self.owners: list[torch.nn.Module | None] = []
         self.histories: list[tuple[bool, bool | None]] = []  # of the tensors, which a call may change itself
         self.found_places: list[Place | torch.nn.Module] = []
-        self.containers: list[tuple[Slot, Any]] = []
-        self.namespaces: list[tuple[Any, Path]] = []
+        self.containers: list[tuple[Slot, Collection[Any]]] = []
+        self.namespaces: list[tuple[object, Path]] = []
         self.classes: set[type] = set()  # the user's own, of objects that are followed by name
-        self.locks: list[tuple[str, Any]] = []
-        self.generators: list[Any] = []  # of Python's and NumPy's random numbers
+        self.locks: list[tuple[str, object]] = []
+        self.generators: list[object] = []  # of Python's and NumPy's random numbers
         self.seen: dict[int, int] = {}
         self.keep: list[object] = []
         self.names = names
@@ -70,15 +70,15 @@ class Contents:
         self.owner: torch.nn.Module | None = None
         self.slot: Slot = (None, "")
 
-    def visit(self, x: Any, path: Path) -> None:
+    def visit(self, x: object, path: Path) -> None:
         """Look at a value, and at what it holds."""
         raise NotImplementedError
 
-    def visit_fields(self, fields: Any, owner: Any, path: Path) -> None:
+    def visit_fields(self, fields: Mapping[str, Any], owner: object, path: Path) -> None:
         """Look at those attributes that code may read."""
         raise NotImplementedError
 
-    def visit_attributes(self, x: Any, path: Path) -> None:
+    def visit_attributes(self, x: object, path: Path) -> None:
         """Look at what an object holds, and at the code of its class."""
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class Contents:
         """Whether what cannot be watched is refused: the function reads it, as far as its code tells."""
         return not self.depth and not self.lenient
 
-    def builtin(self, x: Any, path: Path) -> None:
+    def builtin(self, x: types.BuiltinFunctionType | types.MethodWrapperType, path: Path) -> None:
         """A function or a bound method written in C: ``table.get`` holds its table."""
         owner = getattr(x, "__self__", None)
         self.met_clock = self.met_clock or is_clock(x)
@@ -125,7 +125,7 @@ class Contents:
             self.parts.append((type(x), x.__name__))
             self.visit(owner, path)
 
-    def array(self, x: Any, path: Path) -> None:
+    def array(self, x: np.ndarray | np.generic, path: Path) -> None:
         if isinstance(x, np.ndarray):
             self.arrays.append((path_name(path), x))
         self.parts.append((type(x), x.dtype.str, x.shape))
@@ -136,7 +136,7 @@ class Contents:
         if type(x) is not np.ndarray and getattr(x, "__dict__", None):  # a mask, or what a class of the user's adds
             self.visit_attributes(x, path)
 
-    def container(self, x: Any, path: Path) -> None:
+    def container(self, x: Collection[Any], path: Path) -> None:
         self.containers.append((self.slot, x))
         if (self.identity, self.slot) in WRITTEN:
             self.parts.append("written by the function itself")
@@ -155,9 +155,9 @@ class Contents:
         elif isinstance(x, collections.defaultdict):
             self.visit(x.default_factory, path)
 
-    def _many(self, x: Any, path: Path) -> bool:
+    def _many(self, x: Collection[Any], path: Path) -> bool:
         """Whether the key holds a long collection as a whole."""
-        values: list[Any] = [*x.keys(), *x.values()] if isinstance(x, dict) else list(x)
+        values: list[object] = [*x.keys(), *x.values()] if isinstance(x, dict) else list(x)
         plain = of_plain(values)
         if plain is not None:
             self.parts.append(plain)
@@ -174,7 +174,7 @@ class Contents:
             )
         return True
 
-    def _items(self, x: Any, path: Path) -> None:
+    def _items(self, x: Mapping[Any, Any], path: Path) -> None:
         for k, v in list(x.items()):
             if k == "__builtins__":  # in the namespace of an exec; Python's own
                 continue
@@ -186,7 +186,7 @@ class Contents:
                     self.visit(k, path)
             self.visit(v, (path, f"[{k!r}]"))
 
-    def library_object(self, x: Any, path: Path) -> None:
+    def library_object(self, x: object, path: Path) -> None:
         self.parts.append(Same(x))
         if isinstance(x, weakref.ReferenceType):
             self.visit(x(), path)
@@ -219,7 +219,7 @@ class Contents:
         else:
             self._content(x, path)
 
-    def _content(self, x: Any, path: Path) -> None:
+    def _content(self, x: object, path: Path) -> None:
         """All that an object holds, where the code that reads it is a library's and not looked into."""
         if self.depth >= _DEPTH or type(x).__module__.partition(".")[0] in _OPAQUE:
             return
@@ -239,7 +239,7 @@ class Contents:
         self.depth -= 1
 
 
-def is_iterator(x: Any) -> bool:
+def is_iterator(x: object) -> bool:
     """Whether an object written in C, of whose state nobody can tell, gives something else each time it is asked."""
     apart: Any = io.IOBase, torch.Tensor, *weakref.ProxyTypes
     if not isinstance(x, collections.abc.Iterator) or issubclass(kind_of(x), apart):
@@ -247,6 +247,6 @@ def is_iterator(x: Any) -> bool:
     return not isinstance(inspect.getattr_static(kind_of(x), "__next__"), types.FunctionType)
 
 
-def kind_of(x: Any) -> Any:
+def kind_of(x: object) -> type:
     """The class of an object, for what takes any."""
     return type(x)

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,25 +26,30 @@ _OF_TORCH = (
     *("get_deterministic_debug_mode", "is_deterministic_algorithms_warn_only_enabled"),
 )
 _OF_ATTENTION = tuple(f"{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn"))
-_FUNCTIONS: dict[str, Any] = {
+_FUNCTIONS: dict[str, types.ModuleType] = {
     **dict.fromkeys(_OF_TORCH, torch),
     **dict.fromkeys(_OF_ATTENTION, torch.backends.cuda),
     "get_fastpath_enabled": torch.backends.mha,
 }
-_BACKENDS: Any = (torch.backends.mkldnn, torch.backends.cudnn, torch.backends.opt_einsum, torch.backends.cuda.matmul)
+_BACKENDS: tuple[object, ...] = (
+    torch.backends.mkldnn,
+    torch.backends.cudnn,
+    torch.backends.opt_einsum,
+    torch.backends.cuda.matmul,
+)
 _is_inference = torch.is_inference_mode_enabled
-_MEMORY: Any = torch.utils.deterministic
+_MEMORY: types.ModuleType = torch.utils.deterministic
 _SETTINGS = (
     *("enabled", "deterministic", "benchmark", "allow_tf32", "fp32_precision", "strategy", "allow_fp16_accumulation"),
     *("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
 )
 
 
-def _function(name: str) -> Callable[[], Any]:
+def _function(name: str) -> Callable[[], object]:
     return lambda: getattr(_FUNCTIONS[name], name)()
 
 
-def _settings() -> Any:
+def _settings() -> tuple[tuple[str, object], ...]:
     found = []
     for backend in _BACKENDS:
         for name in _SETTINGS:
@@ -52,11 +58,11 @@ def _settings() -> Any:
     return tuple(found)
 
 
-def _autocast_dtypes() -> Any:
+def _autocast_dtypes() -> tuple[torch.dtype, ...]:
     return tuple(torch.get_autocast_dtype(device) for device in ("cpu", "cuda"))
 
 
-FLAGS: dict[str, Callable[[], Any]] = {
+FLAGS: dict[str, Callable[[], object]] = {
     **{name: _function(name) for name, owner in _FUNCTIONS.items() if hasattr(owner, name)},
     **dict.fromkeys(_SETTINGS, _settings),
     "get_autocast_dtype": _autocast_dtypes,
@@ -70,7 +76,7 @@ _MKLDNN: Any = inspect.getattr_static(torch.backends.mkldnn, "enabled", None)
 _SET_ASIDE = ("is_inference_mode_enabled", "is_anomaly_enabled", "is_anomaly_check_nan_enabled")
 
 
-def asked_by_function(fun: Any) -> frozenset[str]:
+def asked_by_function(fun: object) -> frozenset[str]:
     """The name of the switch that a function of torch's tells, for one that the user's code holds itself."""
     name = getattr(fun, "__name__", "")
     if name not in FLAGS or getattr(_FUNCTIONS.get(name), name, None) is not fun:
@@ -90,8 +96,8 @@ def answering(flags: dict[str, Any]) -> Iterator[None]:
     enabled = [value for name, value in flags.get("enabled", ()) if name == "enabled"]
     owner = threading.get_ident()
 
-    def made(original: Callable[[], Any], value: Any) -> Callable[[], Any]:
-        def answer() -> Any:  # torch asks too, and is to see what the recording has set
+    def made(original: Callable[[], object], value: Any) -> Callable[[], object]:
+        def answer() -> object:  # torch asks too, and is to see what the recording has set
             is_users = threading.get_ident() == owner and reader(sys._getframe(1).f_code.co_filename) != "apart"
             if is_users and original is _is_inference:
                 return ti.asks_inference(value)
@@ -110,8 +116,8 @@ def answering(flags: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _of_property(getter: Callable[[], Any], value: Any, owner: int) -> Callable[[], Any]:
-    def answer() -> Any:  # asked by torch's property, which the user's code asks
+def _of_property(getter: Callable[[], object], value: object, owner: int) -> Callable[[], object]:
+    def answer() -> object:  # asked by torch's property, which the user's code asks
         frame = sys._getframe(1).f_back
         is_users = frame is not None and threading.get_ident() == owner and reader(frame.f_code.co_filename) != "apart"
         return value if is_users else getter()

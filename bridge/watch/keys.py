@@ -25,11 +25,11 @@ class Key:
     __slots__ = ("__weakref__", "_hash", "_parts")
     _made: ClassVar[weakref.WeakKeyDictionary[Key, weakref.ref[Key]]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, parts: tuple[Any, ...]) -> None:
+    def __init__(self, parts: tuple[object, ...]) -> None:
         self._parts, self._hash = parts, hash(parts)
 
     @classmethod
-    def of(cls, parts: Iterable[Any]) -> Key:
+    def of(cls, parts: Iterable[object]) -> Key:
         """The one key for these parts."""
         key = cls(tuple(parts))
         found = cls._made.get(key, _nothing)()
@@ -52,7 +52,7 @@ class Same:
     def __init__(self, value: object) -> None:
         self._hash = id(value)
         self._strong: object = None
-        self._weak: Any = None
+        self._weak: weakref.ref[object] | None = None
         try:
             self._weak = weakref.ref(value)
         except TypeError:
@@ -85,7 +85,7 @@ def of_plain(values: Iterable[Any]) -> Hashable:
     return of_bytes(marshal.dumps(values, _MARSHALLED)) if kinds <= _NUMBERS else None
 
 
-_ELEMENTS: collections.OrderedDict[int, tuple[list[Any], list[int], object]] = collections.OrderedDict()
+_ELEMENTS: collections.OrderedDict[int, tuple[list[weakref.ref[Any]], list[int], object]] = collections.OrderedDict()
 _MANY_LISTS = 64
 
 
@@ -103,10 +103,11 @@ def of_elements(values: Collection[Any]) -> Hashable:
     return token
 
 
-_MISSES: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+Cached = Any  # a function with a ``functools.cache``
+_MISSES: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
-def times_cleared(fun: Any) -> int | None:
+def times_cleared(fun: object) -> int | None:
     """How often the cache of a ``functools.cache`` was seen to have been emptied; None for another function."""
     info = getattr(fun, "cache_info", None)
     if info is None:
@@ -119,17 +120,17 @@ def times_cleared(fun: Any) -> int | None:
     return times
 
 
-_FILLED: weakref.WeakSet[Any] = weakref.WeakSet()
+_FILLED: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def has_been_filled(fun: Any) -> bool:
+def has_been_filled(fun: Cached) -> bool:
     """Whether a ``functools.cache`` was seen to hold something, which nobody can look at, from outside of traces."""
     if fun.cache_info().currsize:
         _FILLED.add(fun)
     return fun in _FILLED
 
 
-def empty_cache(fun: Any) -> None:
+def empty_cache(fun: Cached) -> None:
     """Empty the cache of a ``functools.cache`` without counting it as the user's doing."""
     fun.cache_clear()
     _MISSES[fun] = 0, _MISSES.get(fun, (0, 0))[1]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-_LOCK: Any = type(threading.Lock())
+_LOCK: type = type(threading.Lock())
 _RLOCK: Any = type(threading.RLock())
 LOCKS = (_LOCK, _RLOCK, threading.Condition, threading.Semaphore, threading.Event, threading.Barrier)
 # Code that mentions one of these may ask for what a lock says, or change it.
 MOVES = frozenset({"acquire", "release", "locked", "wait", "abort", "reset", "broken", "n_waiting", "_value"})
 
 
-def state(lock: Any) -> Any:
+def state(lock: Any) -> object:
     """What a lock answers to the one who asks."""
     if isinstance(lock, threading.Semaphore):
         return lock._value

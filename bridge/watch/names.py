@@ -9,7 +9,6 @@ import re
 import types
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from ..base.user_code import is_users
 
@@ -55,7 +54,7 @@ def hands_on(code: types.CodeType, name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def names_of_libraries(cls: Any) -> frozenset[str]:
+def names_of_libraries(cls: type) -> frozenset[str]:
     """What the code looks up that a class of the user's inherits from libraries."""
     bases = (b for b in cls.__mro__ if not is_users(b) and b.__module__ not in ("abc", "enum", "typing"))
     functions = (f for base in bases for f in vars(base).values() if isinstance(f, types.FunctionType))
@@ -63,7 +62,7 @@ def names_of_libraries(cls: Any) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def slots_of(cls: Any) -> frozenset[str]:
+def slots_of(cls: type) -> frozenset[str]:
     """The names of what an object keeps outside of its ``__dict__``."""
     return frozenset(
         k for base in cls.__mro__ for k, v in vars(base).items() if isinstance(v, types.MemberDescriptorType)
@@ -86,7 +85,7 @@ def read_count() -> int:
     return _count
 
 
-def strings_in(constants: Iterable[Any]) -> Iterator[str]:
+def strings_in(constants: Iterable[object]) -> Iterator[str]:
     """Strings that may name attributes: ``"a"``, ``"a.b"`` and ``"{x.a}"``, in tuples of constants too."""
     for constant in constants:
         if isinstance(constant, (tuple, frozenset)):

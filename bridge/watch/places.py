@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import types
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..base.user_code import is_users
 
-Path = tuple[Any, str] | None
-Slot = tuple[Any, str]  # the code or class that names a container, and the name
+Path = tuple["Path", str] | None
+Slot = tuple[object, str]  # the code or class that names a container, and the name
 
 # Lists that a traced function was seen to append to, such as a log, by the function. They are not part of its key, or
 # each trace would invalidate itself.
@@ -25,8 +25,8 @@ WRITTEN: set[tuple[Hashable, Slot]] = set()
 _CHANGES: collections.Counter[Hashable] = collections.Counter()
 
 
-ABSENT: Any = object()
-ORDER: Any = object()  # under this key stands the order of a dict's entries
+ABSENT: object = object()
+ORDER: object = object()  # under this key stands the order of a dict's entries
 
 
 class Place(NamedTuple):
@@ -48,7 +48,7 @@ class Place(NamedTuple):
         """Whether this is a dict of the user's, who may go through its entries one after another."""
         return isinstance(self.owner, dict) and self.names is None and not (self.is_attributes or self.is_library)
 
-    def name(self, key: Any) -> str:
+    def name(self, key: object) -> str:
         """The place as the user would write it."""
         if key is ORDER:
             return f"the order of {self.label}"
@@ -70,7 +70,7 @@ def path_name(path: Path) -> str:
 
 def places_of_module(m: torch.nn.Module) -> list[Place]:
     """Where a module keeps its attributes, parameters and buffers."""
-    cls: Any = type(m)
+    cls: type = type(m)
     kept = (m.__dict__, *(m.__dict__[name] for name in ("_parameters", "_buffers", "_modules")))
     return [Place(fields, cls.__name__, None, True, not is_users(cls)) for fields in kept]
 
@@ -132,7 +132,7 @@ def write(place: Place, key: Any, value: Any) -> None:
         delattr(owner, key)
 
 
-def put_in_order(owner: dict[Any, Any], keys: Sequence[Any]) -> None:
+def put_in_order(owner: dict[object, object], keys: Sequence[object]) -> None:
     """Let the entries of a dict stand in the order of the keys."""
     present = [key for key in keys if key in owner]
     if present != list(owner):
@@ -140,7 +140,7 @@ def put_in_order(owner: dict[Any, Any], keys: Sequence[Any]) -> None:
             owner[key] = owner.pop(key)
 
 
-def _write_item(place: Place, key: Any, value: Any) -> None:
+def _write_item(place: Place, key: Any, value: object) -> None:
     owner: Any = place.owner
     if value is ABSENT:
         while place.is_sequence and key < len(owner):
@@ -156,7 +156,7 @@ def _write_item(place: Place, key: Any, value: Any) -> None:
 class WrittenContainers:
     """Notices which of the containers that a function captures it writes to while it is traced."""
 
-    def __init__(self, function: Hashable, containers: Iterable[tuple[Slot, Any]]) -> None:
+    def __init__(self, function: Hashable, containers: Iterable[tuple[Slot, Collection[Any]]]) -> None:
         self._function = function
         self._before = [(slot, container, _content(container)) for slot, container in containers]
 
@@ -175,11 +175,11 @@ class WrittenContainers:
         WRITTEN.update((self._function, slot) for slot in logs)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _content(container: Any) -> list[Any]:
+def _content(container: Collection[Any]) -> list[object]:
     values = container.values() if isinstance(container, dict) else container
     return [value if isinstance(value, (int, str)) else id(value) for value in values]
 

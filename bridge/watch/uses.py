@@ -47,7 +47,7 @@ def _of_name(code: types.CodeType, name: str) -> Iterator[str]:
             yield "writes" if opname.startswith("STORE_") else "reads" if opname.startswith("LOAD_") else ""
 
 
-def _of_entry(code: types.CodeType, key: Any) -> Iterator[str]:
+def _of_entry(code: types.CodeType, key: object) -> Iterator[str]:
     writes_by_call = not _WRITING_BY_CALL.isdisjoint(code.co_names)
     for (opname, argval), (following, _) in itertools.pairwise(_steps(code)):
         is_constant = opname in ("LOAD_CONST", "LOAD_SMALL_INT")
@@ -56,5 +56,5 @@ def _of_entry(code: types.CodeType, key: Any) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _steps(code: types.CodeType) -> list[tuple[str, Any]]:
+def _steps(code: types.CodeType) -> list[tuple[str, object]]:
     return [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname != "CACHE"]

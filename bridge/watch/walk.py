@@ -21,7 +21,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ _CALLED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap"})  # 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_OF_ALL = tuple(f"_global{name}" for name in _HOOKS)
 # What code reads of the process, if it mentions the name.
-_SURROUNDINGS: dict[str, Callable[[], Any]] = {
+_SURROUNDINGS: dict[str, Callable[[], object]] = {
     "environ": os.environ.items,
     "getenv": os.environ.items,
     "getcwd": os.getcwd,
@@ -82,7 +82,7 @@ def surroundings() -> Hashable:
     return torch.get_default_dtype(), autocast, modes, hooks
 
 
-def is_traced(fun: Any) -> bool:
+def is_traced(fun: object) -> bool:
     """Whether ``as_jax`` made this very function; ``functools.wraps`` copies its mark onto transforms of it."""
     mark = getattr(fun, "__dict__", {}).get(SOURCE)
     return mark is not None and mark[0] is fun
@@ -91,7 +91,7 @@ def is_traced(fun: Any) -> bool:
 class Walk(Contents):
     """The key and the captured tensors of a callable and of the values that are passed to it besides tensors."""
 
-    def __init__(self, root: object, values: tuple[Any, ...] = (), names: frozenset[str] | None = None) -> None:
+    def __init__(self, root: object, values: tuple[object, ...] = (), names: frozenset[str] | None = None) -> None:
         """``names`` are those that an earlier walk has followed, to compare with it."""
         self.root, self.values = root, values
         self.identity = identity = _identity(root)
@@ -331,8 +331,8 @@ class Walk(Contents):
                 "cannot be traced with what it holds. Use the Python module that it was made from."
             )
 
-    def visit_attributes(self, x: Any, path: Path) -> None:
-        cls: Any = type(x)
+    def visit_attributes(self, x: object, path: Path) -> None:
+        cls: type = type(x)
         self.parts.append(cls)
         if isinstance(x, (float, *PLAIN)):
             self.parts.append(repr(x))
@@ -363,20 +363,20 @@ class Walk(Contents):
         self.names = outer
         self.depth = depth
 
-    def _class_part(self, cls: Any, path: Path) -> None:
+    def _class_part(self, cls: type, path: Path) -> None:
         """What an object gets from the user's own classes: methods, properties, class attributes."""
         for base in cls.__mro__:
             if is_users(base):
                 self._base(base, (path, ""))
 
-    def _base(self, cls: Any, path: Path) -> None:
+    def _base(self, cls: type, path: Path) -> None:
         if id(cls) in self.seen:
             self.parts.append(("seen", self.seen[id(cls)]))
         else:
             self.seen[id(cls)] = len(self.seen)
             self._namespace(cls, path)
 
-    def _namespace(self, x: Any, path: Path) -> None:
+    def _namespace(self, x: type | types.ModuleType, path: Path) -> None:
         """A class or a Python module of the user's."""
         self.parts.append(Same(x))
         fields = dict(vars(x))
@@ -408,7 +408,7 @@ class Walk(Contents):
                     self.keep.append(made)
                     self._function(made, (path, name), constructs=True)
 
-    def visit_fields(self, fields: Any, owner: Any, path: Path) -> None:
+    def visit_fields(self, fields: Mapping[str, Any], owner: object, path: Path) -> None:
         place = owner if isinstance(owner, (type, types.ModuleType, types.FunctionType)) else type(owner)
         for k in sorted(fields.keys() & self.names):
             value = fields[k]
@@ -423,7 +423,7 @@ class Walk(Contents):
             rest = {k: v for k, v in fields.items() if k not in self.names and self._may_be_read(k, v, owner)}
             self.unnamed(rest, path)
 
-    def unnamed(self, fields: dict[Any, Any], path: Path) -> None:
+    def unnamed(self, fields: Mapping[str, Any], path: Path) -> None:
         """What code may read without naming it, and need not: nothing here is refused."""
         self.lenient += 1
         for k, v in fields.items():
@@ -441,7 +441,7 @@ class Walk(Contents):
             if not name.isidentifier() or any(hands_on(c, name) for c in codes if is_users_file(c.co_filename)):
                 self.unnamed({k: v for k, v in vars(x).items() if k not in self.names}, path)
 
-    def _may_be_read(self, name: Any, value: Any, owner: Any) -> bool:
+    def _may_be_read(self, name: object, value: object, owner: object) -> bool:
         """Whether ``vars`` and the like may read a field that no code names."""
         if is_iterator(value) or (isinstance(name, str) and name.startswith("__")):
             return False
@@ -457,7 +457,7 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__") and name not in ("__init__", "__new__", "__repr__", "__del__")
 
 
-def _identity(root: Any) -> Hashable:
+def _identity(root: object) -> Hashable:
     """A name for a root that is the same in each step: its code, and that of the torch functions in its closure."""
     cells = [c.cell_contents for c in getattr(root, "__closure__", None) or () if _is_filled(c)]
     inner = tuple(_code(f.__dict__[SOURCE][1]) for f in (root, *cells) if is_traced(f))
@@ -471,7 +471,7 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _code(fun: Any) -> Hashable:
+def _code(fun: object) -> Hashable:
     fun = getattr(fun, "__func__", fun)
-    kind: Any = type(fun)
+    kind: type = type(fun)
     return getattr(fun, "__code__", kind)

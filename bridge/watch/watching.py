@@ -30,6 +30,8 @@ from ..base.errors import TraceError, user_line
 from ..base.user_code import asked_by, is_users, reader
 from .names import names_of, remember_read
 
+Function = Callable[..., Any]
+
 FROZEN = "a traced function runs once, and what it was given would stay the same in all further calls"
 _TIMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
 _OF_MODULES = {
@@ -70,7 +72,7 @@ def may_read_clocks(names: frozenset[str]) -> bool:
     return not _WORDS.isdisjoint(names)
 
 
-def is_clock(x: Any) -> bool:
+def is_clock(x: object) -> bool:
     """Whether a captured function, class or Python module gives something else at each call."""
     if isinstance(x, types.ModuleType):
         return x.__name__ in _MODULES
@@ -79,7 +81,7 @@ def is_clock(x: Any) -> bool:
     return getattr(x, "__module__", None) in _MODULES
 
 
-def _is_clock(x: Any) -> bool:
+def _is_clock(x: types.BuiltinFunctionType) -> bool:
     owner = x.__self__
     if isinstance(owner, types.ModuleType):
         return x.__name__ in _OF_MODULES.get(owner.__name__, ())
@@ -96,7 +98,7 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 _LOCK = threading.Lock()
 _installed = 0
-_originals: list[tuple[Any, str, Any]] = []
+_originals: list[tuple[object, str, object]] = []
 
 
 @contextlib.contextmanager
@@ -147,7 +149,7 @@ def _watching_clocks() -> Iterator[None]:
             before.enable()
 
 
-def _is_seeded_anew(frame: types.FrameType, arg: Any) -> bool:
+def _is_seeded_anew(frame: types.FrameType, arg: object) -> bool:
     """Whether a generator of Python's is made without a seed: it takes one from the system."""
     return frame.f_code is random.Random.seed.__code__ and frame.f_locals.get("a") is None
 
@@ -188,10 +190,10 @@ def _remove() -> None:
             setattr(*_originals.pop())
 
 
-def _reads_attribute(original: Any) -> Any:
+def _reads_attribute(original: Function) -> Function:
     frame_of = sys._getframe
 
-    def read(*args: Any) -> Any:
+    def read(*args: object) -> object:
         if _ACTIVE.depth and len(args) > 1:
             frame = frame_of(1)
             if reader(frame.f_code.co_filename) in ("user", "library"):
@@ -201,14 +203,14 @@ def _reads_attribute(original: Any) -> Any:
     return read
 
 
-def _remember_attribute(frame: types.FrameType, thing: Any, name: Any) -> None:
+def _remember_attribute(frame: types.FrameType, thing: object, name: object) -> None:
     if isinstance(name, str) and _is_followed_by_name(thing, name):
         code = asked_by(frame)
         if code is not None:
             remember_read(code, (name,))
 
 
-def _is_followed_by_name(thing: Any, name: str) -> bool:
+def _is_followed_by_name(thing: object, name: str) -> bool:
     """Whether a walk follows only those attributes of a thing whose names it met."""
     if isinstance(thing, (type, types.ModuleType)):
         return is_users(thing) or (isinstance(thing, type) and any(map(is_users, thing.__mro__)))
@@ -218,7 +220,7 @@ def _is_followed_by_name(thing: Any, name: str) -> bool:
         return name not in fields and not any(name in fields[kind] for kind in held if kind in fields)
     if isinstance(thing, torch.Tensor):
         return name in thing.__dict__
-    kind: Any = type(thing)
+    kind: type = type(thing)
     return isinstance(thing, (types.SimpleNamespace, types.FunctionType)) or any(map(is_users, kind.__mro__))
 
 
@@ -230,7 +232,7 @@ def watching_fields(classes: Iterable[type], names: frozenset[str]) -> Iterator[
     """
     owner, patched = threading.get_ident(), []
 
-    def read(thing: Any, name: str) -> Any:
+    def read(thing: object, name: str) -> object:
         if name not in names and threading.get_ident() == owner and not name.startswith("__"):
             frame = sys._getframe(1)
             code = asked_by(frame) if reader(frame.f_code.co_filename) == "library" else None
@@ -240,7 +242,7 @@ def watching_fields(classes: Iterable[type], names: frozenset[str]) -> Iterator[
 
     try:
         for cls in classes:
-            own: Any = cls.__getattribute__
+            own: object = cls.__getattribute__
             if own is object.__getattribute__ and not issubclass(cls, torch.Tensor):
                 with contextlib.suppress(TypeError, AttributeError):  # of a class that is closed
                     cls.__getattribute__ = read  # type: ignore[method-assign]
@@ -251,8 +253,13 @@ def watching_fields(classes: Iterable[type], names: frozenset[str]) -> Iterator[
             del cls.__getattribute__
 
 
-def _runs_code(original: Any) -> Any:
-    def run(source: Any, globals: Any = None, locals: Any = None, **options: Any) -> Any:
+def _runs_code(original: Function) -> Function:
+    def run(
+        source: str | bytes | types.CodeType,
+        globals: dict[str, Any] | None = None,
+        locals: object = None,
+        **options: object,
+    ) -> object:
         frame = sys._getframe(1)
         if globals is None:
             globals = frame.f_globals
@@ -267,8 +274,8 @@ def _runs_code(original: Any) -> Any:
     return run
 
 
-def _imports(original: Any) -> Any:
-    def import_module(name: str, package: str | None = None) -> Any:
+def _imports(original: Function) -> Function:
+    def import_module(name: str, package: str | None = None) -> types.ModuleType:
         module = original(name, package)
         code = asked_by(sys._getframe(1)) if _ACTIVE.depth and is_users(module) else None
         if code is not None:
@@ -278,8 +285,8 @@ def _imports(original: Any) -> Any:
     return import_module
 
 
-def _globals(original: Any) -> Any:
-    def globals() -> Any:
+def _globals(original: Function) -> Function:
+    def globals() -> dict[str, Any]:
         frame = sys._getframe(1)
         if _ACTIVE.depth and asked_by(frame) is not None:
             _refuse("asks for globals()", "write the name out, or look it up in a dict of your own.")
@@ -288,8 +295,8 @@ def _globals(original: Any) -> Any:
     return globals
 
 
-def _reads_file(original: Any) -> Any:
-    def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+def _reads_file(original: Function) -> Function:
+    def open(file: object, mode: str = "r", *args: object, **kwargs: object) -> object:
         if _ACTIVE.depth and ("r" in mode or "+" in mode) and asked_by(sys._getframe(1)) is not None:
             _refuse(f"reads the file {file!r}", "read it before the call.")
         return original(file, mode, *args, **kwargs)
@@ -297,8 +304,8 @@ def _reads_file(original: Any) -> Any:
     return open
 
 
-def _opens(original: Any) -> Any:
-    def open(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+def _opens(original: Function) -> Function:
+    def open(path: object, flags: int, *args: object, **kwargs: object) -> object:
         if _ACTIVE.depth and not flags & (os.O_WRONLY | os.O_RDWR) and asked_by(sys._getframe(1)) is not None:
             _refuse(f"reads the file {path!r}", "read it before the call.")
         return original(path, flags, *args, **kwargs)
@@ -306,7 +313,7 @@ def _opens(original: Any) -> Any:
     return open
 
 
-def _moves_event(original: Any) -> Any:
+def _moves_event(original: Function) -> Function:
     def move(event: threading.Event) -> None:
         if _ACTIVE.depth and event.is_set() != (original.__name__ == "set") and asked_by(sys._getframe(1)) is not None:
             _refuse("sets or clears a threading.Event, which it would do once", "do that outside of the function.")
@@ -315,9 +322,9 @@ def _moves_event(original: Any) -> Any:
     return move
 
 
-def _asks_outside(what: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def ask(*args: Any, **kwargs: Any) -> Any:
+def _asks_outside(what: str) -> Callable[[Function], Function]:
+    def make(original: Function) -> Function:
+        def ask(*args: object, **kwargs: object) -> object:
             if _ACTIVE.depth and asked_by(sys._getframe(1)) is not None:
                 _refuse(f"asks {what}", "ask before the call, and pass the answer in as an argument.")
             return original(*args, **kwargs)
@@ -348,7 +355,7 @@ class _DefaultGenerator:
         return getattr(self._original, name)
 
 
-_WATCHED: list[tuple[Any, str, Callable[[Any], Any]]] = [
+_WATCHED: list[tuple[object, str, Function]] = [
     *((builtins, name, _reads_attribute) for name in ("getattr", "hasattr")),
     *((builtins, name, _runs_code) for name in ("eval", "exec")),
     (builtins, "globals", _globals),
