@@ -143,7 +143,7 @@ class FlatFunction:
         carried = [self.captured[i] for i in self.carried]
         return [*returned, *extra, *(t.view_as(t) for t in carried)]
 
-    def _run(self, tensors: Sequence[Any]) -> Any:
+    def _run(self, tensors: Sequence[Any]) -> object:
         args, kwargs = to_torch_tree(self._structure.join(tensors))
         containers = ArgumentContainers(args, kwargs)
         current = recording()

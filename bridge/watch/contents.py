@@ -13,7 +13,6 @@ import threading
 import types
 import weakref
 from collections.abc import Collection, Hashable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -55,7 +54,7 @@ class Contents:
         self.owners: list[torch.nn.Module | None] = []
         self.histories: list[tuple[bool, bool | None]] = []  # of the tensors, which a call may change itself
         self.found_places: list[Place | torch.nn.Module] = []
-        self.containers: list[tuple[Slot, Collection[Any]]] = []
+        self.containers: list[tuple[Slot, Collection[object]]] = []
         self.namespaces: list[tuple[object, Path]] = []
         self.classes: set[type] = set()  # the user's own, of objects that are followed by name
         self.locks: list[tuple[str, object]] = []
@@ -74,7 +73,7 @@ class Contents:
         """Look at a value, and at what it holds."""
         raise NotImplementedError
 
-    def visit_fields(self, fields: Mapping[str, Any], owner: object, path: Path) -> None:
+    def visit_fields(self, fields: Mapping[str, object], owner: object, path: Path) -> None:
         """Look at those attributes that code may read."""
         raise NotImplementedError
 
@@ -136,7 +135,7 @@ class Contents:
         if type(x) is not np.ndarray and getattr(x, "__dict__", None):  # a mask, or what a class of the user's adds
             self.visit_attributes(x, path)
 
-    def container(self, x: Collection[Any], path: Path) -> None:
+    def container(self, x: Collection[object], path: Path) -> None:
         self.containers.append((self.slot, x))
         if (self.identity, self.slot) in WRITTEN:
             self.parts.append("written by the function itself")
@@ -155,7 +154,7 @@ class Contents:
         elif isinstance(x, collections.defaultdict):
             self.visit(x.default_factory, path)
 
-    def _many(self, x: Collection[Any], path: Path) -> bool:
+    def _many(self, x: Collection[object], path: Path) -> bool:
         """Whether the key holds a long collection as a whole."""
         values: list[object] = [*x.keys(), *x.values()] if isinstance(x, dict) else list(x)
         plain = of_plain(values)
@@ -174,7 +173,7 @@ class Contents:
             )
         return True
 
-    def _items(self, x: Mapping[Any, Any], path: Path) -> None:
+    def _items(self, x: Mapping[object, object], path: Path) -> None:
         for k, v in list(x.items()):
             if k == "__builtins__":  # in the namespace of an exec; Python's own
                 continue
@@ -241,7 +240,7 @@ class Contents:
 
 def is_iterator(x: object) -> bool:
     """Whether an object written in C, of whose state nobody can tell, gives something else each time it is asked."""
-    apart: Any = io.IOBase, torch.Tensor, *weakref.ProxyTypes
+    apart: tuple[type, ...] = io.IOBase, torch.Tensor, *weakref.ProxyTypes
     if not isinstance(x, collections.abc.Iterator) or issubclass(kind_of(x), apart):
         return False
     return not isinstance(inspect.getattr_static(kind_of(x), "__next__"), types.FunctionType)

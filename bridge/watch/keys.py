@@ -89,7 +89,7 @@ _ELEMENTS: collections.OrderedDict[int, tuple[list[weakref.ref[Any]], list[int],
 _MANY_LISTS = 64
 
 
-def of_elements(values: Collection[Any]) -> Hashable:
+def of_elements(values: Collection[object]) -> Hashable:
     """What tells a collection from one of other elements, without looking into them or keeping them alive."""
     # An object has one weak reference for as long as somebody keeps that: the same references, the same objects.
     references = list(map(weakref.ref, values))

@@ -75,7 +75,7 @@ def places_of_module(m: torch.nn.Module) -> list[Place]:
     return [Place(fields, cls.__name__, None, True, not is_users(cls)) for fields in kept]
 
 
-def read(place: Place) -> dict[Any, Any]:
+def read(place: Place) -> dict[Any, object]:
     """What stands in a place."""
     owner = place.owner
     if isinstance(owner, types.CellType):
@@ -89,7 +89,7 @@ def read(place: Place) -> dict[Any, Any]:
         except LookupError:
             return {}
     if isinstance(owner, type):
-        found: dict[Any, Any] = dict(vars(owner))
+        found: dict[Any, object] = dict(vars(owner))
     elif isinstance(owner, dict):
         found = owner if place.names is not None else dict(owner)
     elif isinstance(owner, (list, collections.deque)):
@@ -156,11 +156,11 @@ def _write_item(place: Place, key: Any, value: object) -> None:
 class WrittenContainers:
     """Notices which of the containers that a function captures it writes to while it is traced."""
 
-    def __init__(self, function: Hashable, containers: Iterable[tuple[Slot, Collection[Any]]]) -> None:
+    def __init__(self, function: Hashable, containers: Iterable[tuple[Slot, Collection[object]]]) -> None:
         self._function = function
         self._before = [(slot, container, _content(container)) for slot, container in containers]
 
-    def appended(self) -> list[tuple[Slot, list[Any]]]:
+    def appended(self) -> list[tuple[Slot, list[object]]]:
         """The lists that were appended to."""
         found = []
         for slot, container, before in self._before:
@@ -179,7 +179,7 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _content(container: Collection[Any]) -> list[object]:
+def _content(container: Collection[object]) -> list[object]:
     values = container.values() if isinstance(container, dict) else container
     return [value if isinstance(value, (int, str)) else id(value) for value in values]
 

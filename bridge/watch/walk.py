@@ -392,7 +392,7 @@ class Walk(Contents):
         if isinstance(x, type):
             self._class_part(type(x), path)
         if isinstance(x, enum.EnumMeta):
-            members: Any = x.__members__
+            members: Mapping[str, object] = x.__members__
             for member in members.values():
                 if not all(name.startswith("_") for name in vars(member)):
                     self.visit(member, path)
@@ -408,7 +408,7 @@ class Walk(Contents):
                     self.keep.append(made)
                     self._function(made, (path, name), constructs=True)
 
-    def visit_fields(self, fields: Mapping[str, Any], owner: object, path: Path) -> None:
+    def visit_fields(self, fields: Mapping[str, object], owner: object, path: Path) -> None:
         place = owner if isinstance(owner, (type, types.ModuleType, types.FunctionType)) else type(owner)
         for k in sorted(fields.keys() & self.names):
             value = fields[k]
@@ -423,7 +423,7 @@ class Walk(Contents):
             rest = {k: v for k, v in fields.items() if k not in self.names and self._may_be_read(k, v, owner)}
             self.unnamed(rest, path)
 
-    def unnamed(self, fields: Mapping[str, Any], path: Path) -> None:
+    def unnamed(self, fields: Mapping[str, object], path: Path) -> None:
         """What code may read without naming it, and need not: nothing here is refused."""
         self.lenient += 1
         for k, v in fields.items():
