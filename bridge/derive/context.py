@@ -57,9 +57,8 @@ class Call:
     has_rows: bool = False  # the call runs for each row of torch.func.vmap
     effects: list[Effect] = dataclasses.field(default_factory=list)  # what each call leaves behind
     carried: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # inputs that take results as new values
-    updates: list[tuple[int, jax.Array]] = dataclasses.field(
-        default_factory=list
-    )  # inputs that take values without history
+    # Inputs that take values without history.
+    updates: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     repeats: collections.Counter[Hashable] = dataclasses.field(default_factory=collections.Counter)
     functions: list[Any] = dataclasses.field(default_factory=list)  # kept, for what a derivative asks to record later
