@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from ..jax_impl.program.trees import PyTree
 from .call.as_torch import as_torch, made_from
 from .memory.trees import Structure, to_jax_tree, to_torch_tree
 from .memory.values import array_to_tensor
 from .tracing import as_jax
 from .watch.walk import is_traced
 
-Fun = TypeVar("Fun", bound=Callable[..., Any])
+Fun = TypeVar("Fun", bound=Callable[..., PyTree])
+T = TypeVar("T")
 _MARK = "__microtome_jax__"
 _JAX_MODULES = ("jax", "jaxlib", "optax", "microtome.jax_impl")
 _QUESTIONS = itertools.count()
@@ -37,14 +39,14 @@ def jax_function(fun: Fun) -> Fun:
     """
 
     @functools.wraps(fun)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return to_jax_tree(fun(*args, **kwargs))
 
     setattr(marked, _MARK, True)
     return marked  # type: ignore[return-value]
 
 
-def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
+def lift(transform: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A JAX transform as a torch transform.
 
     Callables go in traced (:func:`as_jax`) and come out as torch callables; tensors go in as arrays and come out as
@@ -68,11 +70,11 @@ def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(f"lift expects a transform, a callable; got {type(transform).__name__}.")
 
     @functools.wraps(transform)
-    def lifted(*args: Any, **kwargs: Any) -> Any:
+    def lifted(*args: PyTree, **kwargs: PyTree) -> PyTree:
         tree = to_jax_tree((args, kwargs), to_jax_callable)
         tensors, structure = Structure.split(tree, lambda leaf: isinstance(leaf, torch.Tensor))
 
-        def apply(*arrays: Any) -> Any:
+        def apply(*arrays: jax.Array) -> PyTree:
             args, kwargs = structure.join(arrays)
             return transform(*args, **kwargs)
 
@@ -81,7 +83,7 @@ def lift(transform: Callable[..., Any]) -> Callable[..., Any]:
     return lifted
 
 
-def to_jax_callable(leaf: Any) -> Any:
+def to_jax_callable(leaf: PyTree) -> PyTree:
     """A torch callable traced; everything else, and what is JAX already, as it is."""
     if not callable(leaf) or isinstance(leaf, (type, torch.Tensor)):
         return leaf
@@ -105,15 +107,15 @@ def _is_of(module: str) -> bool:
     return module in _JAX_MODULES or module.startswith(tuple(m + "." for m in _JAX_MODULES))
 
 
-def asking(question: Callable[..., Any]) -> Callable[..., Any]:
+def asking(question: Callable[..., T]) -> Callable[..., T]:
     """A JAX function that returns no arrays, such as ``explain``, of torch's arguments: traced, and never run."""
 
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        answers: dict[int, Any] = {}
+    def ask(*args: PyTree, **kwargs: PyTree) -> T:
+        answers: dict[int, T] = {}
         number = next(_QUESTIONS)  # makes the probe another function each time: one that was traced would not run
 
         @functools.wraps(question)
-        def probe(*args: Any, **kwargs: Any) -> Any:
+        def probe(*args: PyTree, **kwargs: PyTree) -> jax.Array:
             answers[number] = question(*args, **kwargs)
             return jnp.zeros(())
 
@@ -142,10 +144,10 @@ def _torch_callable(fun: Any) -> Any:
     return made
 
 
-def _out(result: Any) -> Any:
+def _out(result: PyTree) -> PyTree:
     """A result for torch: functions become torch callables, arrays become tensors."""
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: object) -> object:
         if isinstance(leaf, jax.Array):
             return array_to_tensor(leaf, copy=True)
         if dataclasses.is_dataclass(leaf) and callable(leaf) and not isinstance(leaf, type):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import jax
 import torch
@@ -37,7 +36,7 @@ class InterpretedFunction:
     moved: Collection[int] = ()
 
     def __init__(
-        self, fun: Callable[..., Sequence[Any]], metas: Sequence[Meta], captured: Sequence[torch.Tensor]
+        self, fun: Callable[..., Sequence[torch.Tensor]], metas: Sequence[Meta], captured: Sequence[torch.Tensor]
     ) -> None:
         self.fun, self.captured, self.count = fun, list(captured), len(metas)
 

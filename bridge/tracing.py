@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import torch
 from jax.interpreters import ad
 
+from ..jax_impl.program.trees import PyTree
 from .base.errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .base.versions import enable_x64
 from .derive.context import Call, Left, current_call
 from .derive.functions import Original, TorchFunction
 from .derive.made import Made, Tracing
+from .derive.primitives import Arrays
 from .derive.repeating import check_second_call
 from .effects import bindings
 from .effects.dropping import warn_of_dropped, warn_of_moving
@@ -47,7 +49,7 @@ Engine = Literal["record", "torch2jax"]
 _CACHE_SIZE = 64
 
 
-def as_jax(torch_fun: Callable[..., Any], engine: Engine = "record") -> Callable[..., Any]:
+def as_jax(torch_fun: Callable[..., PyTree], engine: Engine = "record") -> Callable[..., PyTree]:
     """A torch callable as a JAX-traceable callable: ``jax.jit``, ``grad``, ``jvp``, ``vmap`` and ``scan`` apply to it.
 
     The function runs once per signature on fake tensors; JAX runs what torch recorded. Values and dtypes are eager
@@ -89,7 +91,7 @@ def as_jax(torch_fun: Callable[..., Any], engine: Engine = "record") -> Callable
     traced = _Traced(torch_fun, engine)
     own_key = "key" in _parameters(torch_fun)
 
-    def fun(*args: Any, **kwargs: Any) -> Any:
+    def fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         key = None if own_key else kwargs.pop("key", None)
         return traced(args, kwargs, key)
 
@@ -97,12 +99,12 @@ def as_jax(torch_fun: Callable[..., Any], engine: Engine = "record") -> Callable
     return fun
 
 
-def python_function(fun: Any) -> Any:
+def python_function(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """What has the name, the docstring and the signature of a callable: of a module, its ``forward``."""
     return fun.forward if isinstance(fun, torch.nn.Module) else fun
 
 
-def _wrap(fun: Any, original: Any) -> None:
+def _wrap(fun: Any, original: Callable[..., PyTree]) -> None:
     functools.update_wrapper(fun, python_function(original))
     setattr(fun, SOURCE, (fun, original))
     try:
@@ -113,7 +115,7 @@ def _wrap(fun: Any, original: Any) -> None:
         fun.__name__ = type(original).__name__
 
 
-def _parameters(fun: Any) -> Any:
+def _parameters(fun: Callable[..., PyTree]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(python_function(fun)).parameters
     except (TypeError, ValueError):
@@ -123,11 +125,11 @@ def _parameters(fun: Any) -> Any:
 class _Traced:
     """A torch function with what its engine made of it, for each signature."""
 
-    def __init__(self, torch_fun: Callable[..., Any], engine: Engine) -> None:
+    def __init__(self, torch_fun: Callable[..., PyTree], engine: Engine) -> None:
         self.torch_fun, self.engine = torch_fun, engine
-        self._made: dict[Any, Made] = {}
+        self._made: dict[Hashable, Made] = {}
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+    def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], key: jax.Array | None) -> PyTree:
         with enable_x64():
             tree, rows = without_rows(to_jax_tree((args, kwargs), _to_array))
             leaves, structure = Structure.split(tree, moves)
@@ -152,7 +154,7 @@ class _Traced:
             result = made.flat.shape.join(outputs)
             return result if made.flat.mode.once else jax.tree.map(_as_array, result)
 
-    def _find(self, structure: Structure, arrays: list[Any], walk: Walk, outer: Call | None) -> Made:
+    def _find(self, structure: Structure, arrays: list[jax.Array], walk: Walk, outer: Call | None) -> Made:
         """What was made for this signature, or is made now."""
         device = torch.device("cpu") if outer is None else outer.device
         # An argument of the call itself is laid out as its tensor; slices have their elements in order.
@@ -177,7 +179,7 @@ class _Traced:
         return made
 
     def _make(
-        self, form: Any, trace: Callable[[Walk], Made], walk: Walk, structure: Structure, outer: Call | None
+        self, form: Hashable, trace: Callable[[Walk], Made], walk: Walk, structure: Structure, outer: Call | None
     ) -> Made:
         if len(self._made) >= _CACHE_SIZE:
             self._made.pop(next(iter(self._made)))
@@ -246,7 +248,7 @@ class _Traced:
             f"as they are. Work on a copy: {name.split('[')[0]}.clone(), or the op that is not in place."
         )
 
-    def _captured(self, function: Tracing, outer: Call | None) -> list[Any]:
+    def _captured(self, function: Tracing, outer: Call | None) -> list[jax.Array]:
         if outer is None:
             return [tensor_to_array(t) for t in function.captured]
         arrays = []
@@ -261,9 +263,9 @@ class _Traced:
 
 def _write_back(
     made: Made,
-    arrays: Sequence[Any],
-    values: Sequence[Any],
-    carried: dict[int, Any],
+    arrays: Arrays,
+    values: Arrays,
+    carried: dict[int, jax.Array],
     walk: Walk,
     outer: Call | None,
 ) -> None:
@@ -283,7 +285,7 @@ def _write_back(
             outer.tensors[id(tensor)] = value
 
 
-def _leave(made: Made, arrays: Sequence[Any], outputs: Sequence[Any], walk: Walk, outer: Call | None) -> None:
+def _leave(made: Made, arrays: Arrays, outputs: Arrays, walk: Walk, outer: Call | None) -> None:
     """Put what the function leaves behind into its places; a compiled call does so each time that it runs."""
     effects, captured = made.flat.effects, made.tracing.captured
     tensors: dict[bindings.Basic, torch.Tensor] = {}
@@ -320,7 +322,7 @@ class _Number:
     value: int
 
 
-def _runs_whole(outer: Call | None, arrays: Sequence[Any]) -> bool:
+def _runs_whole(outer: Call | None, arrays: Arrays) -> bool:
     """Whether a function runs for the whole call, not per example or in slices."""
     if outer is None:
         return not any(isinstance(a, jax.core.Tracer) for a in arrays)
@@ -337,7 +339,7 @@ def _is_wanted(outer: Call | None, tensor: torch.Tensor) -> bool:
         return tensor.requires_grad
 
 
-def _is_differentiated(array: Any) -> bool:
+def _is_differentiated(array: object) -> bool:
     """Whether JAX is differentiating with respect to this array."""
     while isinstance(array, jax.core.Tracer):
         tangent = getattr(array, "tangent", None)
@@ -347,7 +349,7 @@ def _is_differentiated(array: Any) -> bool:
     return False
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: object) -> PyTree:
     """A result of a function that JAX maps or loops over, a Python number as torch would make a tensor of it."""
     if isinstance(leaf, (bool, int, float, complex)):
         return jnp.asarray(leaf, jax_dtype(torch.tensor(leaf).dtype))
@@ -359,11 +361,11 @@ def _as_array(leaf: Any) -> Any:
     return leaf
 
 
-def _to_array(leaf: Any) -> Any:
+def _to_array(leaf: object) -> object:
     return tensor_to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _runs_once(outer: Call, arrays: Sequence[Any]) -> bool:
+def _runs_once(outer: Call, arrays: Arrays) -> bool:
     """Whether the function runs for one row or step only, at most along several directions (``jax.jacfwd``)."""
     if not outer.is_mapped():
         return True
@@ -371,7 +373,9 @@ def _runs_once(outer: Call, arrays: Sequence[Any]) -> bool:
     return any(map(_is_differentiated, arrays)) and all(outer.is_outside(p) for p in points)
 
 
-def _draw_key(key: Any, rows: Any, outer: Call | None, identity: Any, arrays: Sequence[Any]) -> Any:
+def _draw_key(
+    key: jax.Array | None, rows: jax.Array | int | None, outer: Call | None, identity: Hashable, arrays: Arrays
+) -> jax.Array:
     """The raw key of one call of a function: of its own, of its row, or refused."""
     if key is None:
         if outer is None:

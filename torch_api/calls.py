@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +18,32 @@ from ..bridge.lifting import asking
 from ..bridge.memory.trees import Rows, to_jax_tree, to_torch_tree
 from ..bridge.tracing import python_function
 from ..bridge.watch.walk import is_traced
+from ..jax_impl.program.trees import PyTree
 
-Fun = Callable[..., Any]
+Fun: TypeAlias = Callable[..., PyTree]
+Args: TypeAlias = tuple[PyTree, ...]
+Kwargs: TypeAlias = dict[str, PyTree]
 
 
-def finish(run: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]], recompute: bool = False) -> Fun:
+def finish(run: Fun, fun: Fun, leading: Callable[..., Args], recompute: bool = False) -> Fun:
     """``run(*leading(*args), *args)`` as a torch callable that looks like ``fun``."""
     call: Any = as_torch(_signed(run, fun), recompute=recompute)
 
     @disable_dynamo
     @functools.wraps(python_function(fun))
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return call(*leading(*args, **kwargs), *args, **kwargs)
 
     wrapped.compiled = lambda *args, **kwargs: call.compiled(*leading(*args, **kwargs), *args, **kwargs)  # type: ignore[attr-defined]
     return wrapped
 
 
-def explain_with(explain: Fun, fun: Fun, leading: Callable[..., tuple[Any, ...]]) -> Fun:
+def explain_with(explain: Fun, fun: Fun, leading: Callable[..., Args]) -> Fun:
     """``explain(*leading(*args), *args)``, a JAX function that returns no arrays, for torch's arguments."""
     ask = asking(_signed(lambda *args, **kwargs: explain(*args, **kwargs), fun))
 
     @functools.wraps(python_function(fun))
-    def explained(*args: Any, **kwargs: Any) -> Any:
+    def explained(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return ask(*leading(*args, **kwargs), *args, **kwargs)
 
     return explained
@@ -65,7 +68,7 @@ def parameter_names(fun: Fun) -> list[str]:
         return []
 
 
-def place_of(fun: Fun, target: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
+def place_of(fun: Fun, target: int | str, args: Args, kwargs: Kwargs) -> int | str | None:
     """Where a call passes an argument: its position, its name, or None."""
     names = parameter_names(fun)
     if isinstance(target, str):
@@ -79,7 +82,7 @@ def place_of(fun: Fun, target: int | str, args: Sequence[Any], kwargs: Mapping[s
     return names[target] if 0 <= target < len(names) and names[target] in kwargs else None
 
 
-def replace(fun: Fun, target: int | str, args: Any, kwargs: Any, change: Fun) -> tuple[Any, Any]:
+def replace(fun: Fun, target: int | str, args: Args, kwargs: Kwargs, change: Fun) -> tuple[Args, Kwargs]:
     """The arguments of a call with one of them changed, where the call passes it."""
     place = place_of(fun, target, args, kwargs)
     if isinstance(place, int):
@@ -90,8 +93,8 @@ def replace(fun: Fun, target: int | str, args: Any, kwargs: Any, change: Fun) ->
 
 
 def number_rows(
-    fun: Fun, targets: Sequence[int | str], axes: list[Any], args: Any, kwargs: Any, numbers: Fun = jnp.arange
-) -> tuple[Any, Any]:
+    fun: Fun, targets: Sequence[int | str], axes: list[PyTree], args: Args, kwargs: Kwargs, numbers: Fun = jnp.arange
+) -> tuple[Args, Kwargs]:
     """Attach the row numbers to one batch argument, so that random draws can tell rows apart; ``axes`` is updated."""
     if not is_traced(fun):  # written in JAX: its keys are arguments
         return args, kwargs
@@ -108,7 +111,7 @@ def number_rows(
     return replace(fun, target, args, kwargs, lambda value: Rows(value, numbers(rows, dtype=jnp.int32)))
 
 
-def number_rows_by_name(fun: Fun, args: Any, kwargs: Any) -> Any:
+def number_rows_by_name(fun: Fun, args: Args, kwargs: Kwargs) -> Kwargs:
     """Attach the row numbers to an argument that is passed by name, and mapped over axis 0, if none has them yet."""
     if not is_traced(fun) or any(isinstance(value, Rows) for value in (*args, *kwargs.values())):
         return kwargs
@@ -120,13 +123,13 @@ def number_rows_by_name(fun: Fun, args: Any, kwargs: Any) -> Any:
     return {**kwargs, name: Rows(kwargs[name], jnp.arange(rows, dtype=jnp.int32))}
 
 
-def numbers_to_tensors(tree: Any) -> Any:
+def numbers_to_tensors(tree: PyTree) -> PyTree:
     """The tree with its Python numbers as tensors, on the device of the first tensor in it."""
     tree = to_jax_tree(tree)
     found = next((leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, torch.Tensor)), None)
     device = None if found is None else found.device
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: object) -> object:
         return torch.tensor(leaf, device=device) if isinstance(leaf, (bool, int, float, complex)) else leaf
 
     return to_torch_tree(tree, convert)
@@ -138,7 +141,7 @@ def _common(lengths: Sequence[set[int]]) -> int | None:
     return every.pop() if len(every) == 1 else None
 
 
-def _lengths(value: Any, axis: Any) -> set[int]:
+def _lengths(value: PyTree, axis: PyTree) -> set[int]:
     """The lengths of the batch axes of those leaves that have one."""
     try:
         spread = jax.tree.map(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +12,18 @@ from ..bridge.call.as_torch import only_maps
 from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.trees import to_jax_tree
 from ..jax_impl.chunking import mapped_in_chunks
+from ..jax_impl.program.trees import PyTree
 from .calls import Fun, finish, number_rows, parameter_names
 
 
 def chunked_vmap(
     fun: Fun,
     chunk_size: int | None = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     *,
-    in_dims: Any = 0,
-    out_dims: Any = 0,
+    in_dims: PyTree = 0,
+    out_dims: PyTree = 0,
     randomness: str = "different",
 ) -> Fun:
     """Map a torch function over a batch, at most ``chunk_size`` examples at once.
@@ -69,7 +69,7 @@ def chunked_vmap(
     traced = to_jax_callable(fun)
     jax_impl.chunked_vmap(traced, chunk_size, in_axes, out_axes)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         one_for_all = in_axes is None or isinstance(in_axes, int)
         axes = [in_axes] * len(args) if one_for_all else list(to_jax_tree(in_axes))
         count = len(axes)
@@ -84,7 +84,7 @@ def chunked_vmap(
     return finish(run, fun, lambda *args, **kwargs: ())
 
 
-def _either(name: str, value: Any, torch_name: str, torch_value: Any) -> Any:
+def _either(name: str, value: PyTree, torch_name: str, torch_value: PyTree) -> PyTree:
     """One option under two names."""
     if torch_value == 0:
         return value

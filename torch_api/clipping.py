@@ -11,16 +11,18 @@ from typing import Any
 import torch
 
 from .. import jax_impl
+from ..bridge.call.compilation import Program
 from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.dtypes import jax_dtype
 from ..bridge.memory.trees import to_jax_tree
 from ..bridge.watch.walk import Walk, is_traced
-from ..jax_impl import ClippedAux
-from .calls import Fun, explain_with, finish
-from .microbatching import frozen_flags, listed, of_gradients, per_example
+from ..jax_impl import ClippedAux, ClippedGrad, Explanation
+from ..jax_impl.program.trees import PyTree
+from .calls import Args, Fun, Kwargs, explain_with, finish
+from .microbatching import Frozen, frozen_flags, listed, of_gradients, per_example
 
 
-def global_norm(tree: Any) -> torch.Tensor:
+def global_norm(tree: PyTree) -> torch.Tensor:
     """The Euclidean norm of all floating-point and complex tensors of a tree together, a tensor ``[]``.
 
     Equivalent to ``torch.nn.utils.get_total_norm``, with squares summed in at least float32. As ``metrics_fn`` of
@@ -35,7 +37,7 @@ def global_norm(tree: Any) -> torch.Tensor:
     return torch.sqrt(sum(squares[1:], squares[0])) if squares else torch.zeros(())
 
 
-def clip_by_global_norm(max_norm: float | torch.Tensor, *, nan_safe: bool = True) -> Callable[[Any], Any]:
+def clip_by_global_norm(max_norm: float | torch.Tensor, *, nan_safe: bool = True) -> Callable[[PyTree], PyTree]:
     """Scale gradients down to a norm of at most ``max_norm``.
 
     Equivalent to ``lambda g: {k: v * (max_norm / global_norm(g)).clamp(max=1) for k, v in g.items()}`` on one example's
@@ -57,7 +59,7 @@ def clip_by_global_norm(max_norm: float | torch.Tensor, *, nan_safe: bool = True
     """
     jax_impl.clip_by_global_norm(_numbers(max_norm))
 
-    def transform(grads: Any) -> Any:
+    def transform(grads: PyTree) -> PyTree:
         norm = global_norm(grads)
         bound = max_norm if isinstance(max_norm, torch.Tensor) else norm.new_tensor(float(max_norm))
         above = norm > bound
@@ -68,7 +70,9 @@ def clip_by_global_norm(max_norm: float | torch.Tensor, *, nan_safe: bool = True
     return transform
 
 
-def rescale_by_norm(scale_fn: Callable[[torch.Tensor], Any], *, nan_safe: bool = True) -> Callable[[Any], Any]:
+def rescale_by_norm(
+    scale_fn: Callable[[torch.Tensor], float | torch.Tensor], *, nan_safe: bool = True
+) -> Callable[[PyTree], PyTree]:
     """Multiply gradients by a function of their norm; a ``transform_fn`` that takes the factored path.
 
     Args:
@@ -88,7 +92,7 @@ def rescale_by_norm(scale_fn: Callable[[torch.Tensor], Any], *, nan_safe: bool =
     if not callable(scale_fn):
         raise TypeError(f"scale_fn must be a function of the norm, got {scale_fn!r}.")
 
-    def transform(grads: Any) -> Any:
+    def transform(grads: PyTree) -> PyTree:
         norm = global_norm(grads)
         scale = torch.as_tensor(scale_fn(norm))
         if scale.ndim:
@@ -100,10 +104,10 @@ def rescale_by_norm(scale_fn: Callable[[torch.Tensor], Any], *, nan_safe: bool =
     return transform
 
 
-def _scaled(grads: Any, scale: torch.Tensor, keep: torch.Tensor | None) -> Any:
+def _scaled(grads: PyTree, scale: torch.Tensor, keep: torch.Tensor | None) -> PyTree:
     """The gradients scaled, and zero where they are not to be kept."""
 
-    def apply(leaf: Any) -> Any:
+    def apply(leaf: PyTree) -> PyTree:
         if not _moves(leaf):
             return leaf
         scaled = (leaf.to(_wide(leaf)) * scale).to(leaf.dtype)
@@ -112,11 +116,11 @@ def _scaled(grads: Any, scale: torch.Tensor, keep: torch.Tensor | None) -> Any:
     return torch.utils._pytree.tree_map(apply, grads)
 
 
-def _moving(tree: Any) -> list[torch.Tensor]:
+def _moving(tree: PyTree) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if _moves(leaf)]
 
 
-def _moves(leaf: Any) -> bool:
+def _moves(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
@@ -128,7 +132,7 @@ def _wide(leaf: torch.Tensor) -> torch.dtype:
     return torch.promote_types(leaf.dtype, torch.float32)
 
 
-def _numbers(norms: Any) -> Any:
+def _numbers(norms: PyTree) -> PyTree:
     """For the checks at wrapping time: the values of tensors."""
     return torch.utils._pytree.tree_map(lambda n: n.item() if isinstance(n, torch.Tensor) and not n.ndim else n, norms)
 
@@ -138,7 +142,7 @@ def clipped_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    l2_clip_norm: Any,
+    l2_clip_norm: PyTree,
     rescale_to_unit_norm: bool = False,
     normalize_by: float = 1.0,
     batch_argnums: int | Sequence[int] = 1,
@@ -231,21 +235,23 @@ def clipped_grad(
         options["pre_clipping_transform"] = of_gradients(pre_clipping_transform)
     checked = jax_impl.clipped_grad(traced, l2_clip_norm=to_jax_tree(_numbers(l2_clip_norm)), **options)
 
-    def prepared(norms: Any, frozen: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    def prepared(
+        norms: PyTree, frozen: Frozen, args: Args, kwargs: dict[str, PyTree]
+    ) -> tuple[ClippedGrad, Args, Kwargs]:
         padding = kwargs.pop("is_padding_example", None)
         loss, args, kwargs = per_example(traced, wanted, batched, frozen, args, kwargs)
         grad_fn = jax_impl.clipped_grad(loss, l2_clip_norm=norms, **options)
         return grad_fn, args, kwargs | {"is_padding_example": padding}
 
-    def run(norms: Any, frozen: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(norms: PyTree, frozen: Frozen, *args: PyTree, **kwargs: PyTree) -> PyTree:
         grad_fn, args, kwargs = prepared(norms, frozen, args, kwargs)
         return grad_fn(*args, **kwargs)
 
-    def explain(norms: Any, frozen: Any, *args: Any, **kwargs: Any) -> Any:
+    def explain(norms: PyTree, frozen: Frozen, *args: PyTree, **kwargs: PyTree) -> Explanation:
         grad_fn, args, kwargs = prepared(norms, frozen, args, kwargs)
         return grad_fn.explain(*args, **kwargs)
 
-    def leading(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def leading(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Frozen]:
         if is_traced(traced):
             _check_modules(fun)
         kwargs.pop("is_padding_example", None)
@@ -325,7 +331,7 @@ def clipped_backward(
     whole = _WithLoss(model, loss_fn)
     noisy: list[weakref.ref[torch.Tensor]] = []  # the .grad tensors that the last call added noise to
 
-    def loss(params: Any, batch: Any) -> torch.Tensor:
+    def loss(params: dict[str, torch.Tensor], batch: tuple[Args, Kwargs]) -> torch.Tensor:
         args, kwargs = batch
         return torch.func.functional_call(whole, {"model." + k: p for k, p in params.items()}, args, kwargs)
 
@@ -353,7 +359,7 @@ def clipped_backward(
         dtype = functools.reduce(torch.promote_types, map(_wide, params.values()))
         return summing_in(dtype if narrow and dtype.is_floating_point else None)  # a complex one is refused by name
 
-    def backward(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> ClippedAux:
+    def backward(*batch: PyTree, is_padding_example: torch.Tensor | None = None, **named: PyTree) -> ClippedAux:
         params = trained()
         _check_one_process(loss)
         if any(p.grad is not None and any(p.grad is ref() for ref in noisy) and p.grad.any() for p in params.values()):
@@ -381,11 +387,11 @@ def clipped_backward(
         noisy[:] = [weakref.ref(p.grad) for p in params.values() if noise_multiplier and p.grad is not None]
         return aux
 
-    def compiled(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> Any:
+    def compiled(*batch: PyTree, is_padding_example: torch.Tensor | None = None, **named: PyTree) -> Program:
         params = trained()
         return step(params).compiled(params, (batch, named), is_padding_example=is_padding_example)
 
-    def explain(*batch: Any, is_padding_example: torch.Tensor | None = None, **named: Any) -> Any:
+    def explain(*batch: PyTree, is_padding_example: torch.Tensor | None = None, **named: PyTree) -> Explanation:
         params = trained()
         return step(params).explain(params, (batch, named), is_padding_example=is_padding_example)
 
@@ -401,11 +407,11 @@ class _WithLoss(torch.nn.Module):
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
 
-    def forward(self, *batch: Any, **named: Any) -> torch.Tensor:
+    def forward(self, *batch: PyTree, **named: PyTree) -> torch.Tensor:
         return self.loss_fn(self.model, *batch, **named)
 
 
-def _check_one_process(fun: Any) -> None:
+def _check_one_process(fun: Fun) -> None:
     """A ValueError for parameters that several processes share: the hooks that would add up gradients do not run."""
     walk = Walk(fun)
     parts = (part for module in walk.modules for part in module.modules())
@@ -429,7 +435,7 @@ def _shares_parameters(kind: type) -> str | None:
     return None
 
 
-def _check_modules(fun: Any) -> None:
+def _check_modules(fun: Fun) -> None:
     """A ValueError for batch normalisation in training mode in a module that the function is or refers to."""
     seen: set[torch.nn.Module] = set()
     for module in Walk(fun).modules:
@@ -443,5 +449,5 @@ def _check_modules(fun: Any) -> None:
                 )
 
 
-def _uses_batch(norm: Any) -> bool:
+def _uses_batch(norm: torch.nn.modules.batchnorm._BatchNorm) -> bool:
     return norm.training or (norm.running_mean is None and norm.running_var is None)

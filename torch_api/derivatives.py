@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,17 @@ from ..jax_impl.batches.blocks import (
     temporary_bytes,
 )
 from ..jax_impl.batches.matrices import check_one_size, coordinates, hessian_matrix, jacobian_matrix
+from ..jax_impl.program.trees import PyTree
 from .calls import Fun, numbers_to_tensors
 
 Out = torch.Tensor | np.ndarray
 
+Making: TypeAlias = Callable[[PyTree], Matrix]  # at a point
+
 
 def jacobian(
     f: Fun,
-    x: Any,
+    x: PyTree,
     nbatches: int = 1,
     *,
     checkpoint: bool = False,
@@ -99,7 +102,7 @@ def jacobian(
     """
     x, fun = numbers_to_tensors(x), _function(f)
 
-    def computed(forward: bool) -> Any:
+    def computed(forward: bool) -> Out:
         make = lambda *sizes: lambda x: jacobian_matrix(fun, x, checkpoint, mode, *sizes, forward=forward)
         return _compute(_sized(make, x, nbatches, batch_size, max_bytes), x, out, progress)
 
@@ -113,7 +116,7 @@ def jacobian(
 
 def hessian(
     f: Fun,
-    x: Any,
+    x: PyTree,
     nbatches: int = 1,
     *,
     checkpoint: bool = False,
@@ -163,7 +166,7 @@ def hessian(
 
 def jacobian_blocks(
     f: Fun,
-    x: Any,
+    x: PyTree,
     nbatches: int = 1,
     *,
     checkpoint: bool = False,
@@ -197,7 +200,7 @@ def jacobian_blocks(
 
 def hessian_blocks(
     f: Fun,
-    x: Any,
+    x: PyTree,
     nbatches: int = 1,
     *,
     checkpoint: bool = False,
@@ -222,7 +225,7 @@ def hessian_blocks(
     return _blocks(_sized(make, x, nbatches, batch_size, max_bytes), x, progress)[1]
 
 
-def hvp(f: Fun, x: Any, *, checkpoint: bool = False) -> Callable[[Any], Any]:
+def hvp(f: Fun, x: PyTree, *, checkpoint: bool = False) -> Callable[[PyTree], PyTree]:
     """A function that multiplies by the Hessian of a torch function, without the Hessian.
 
     Equivalent to ``lambda v: torch.func.jvp(torch.func.grad(f), (x,), (v,))[1]``. What differs: the gradient is
@@ -256,7 +259,7 @@ def hvp(f: Fun, x: Any, *, checkpoint: bool = False) -> Callable[[Any], Any]:
     with torch.no_grad():  # compiled now: the derivatives of a traced function can be recorded while it exists
         _product.compiled(linear, torch.zeros(layout.inputs, dtype=torch_dtype(layout.dtype), device=_device(x)))
 
-    def multiply(v: Any) -> Any:
+    def multiply(v: PyTree) -> PyTree:
         v = numbers_to_tensors(v)
         with torch.no_grad():
             return _in_the_form_of(v, like, _product(linear, _vector(v, like)))
@@ -264,7 +267,7 @@ def hvp(f: Fun, x: Any, *, checkpoint: bool = False) -> Callable[[Any], Any]:
     return multiply
 
 
-def hessian_to_pytree(H: Any, x: Any) -> Any:
+def hessian_to_pytree(H: Out, x: PyTree) -> PyTree:
     """A Hessian in flattened coordinates as a tree of trees: one block for each pair of leaves.
 
     Equivalent to ``torch.func.hessian(f)(x)``, for ``H, _ = hessian(f, x)``: the block of the leaves a and b of ``x``
@@ -301,8 +304,12 @@ def _function(f: Fun) -> Fun:
 
 
 def _sized(
-    make: Callable[..., Callable[[Any], Matrix]], x: Any, nbatches: int, batch_size: int | None, max_bytes: int | None
-) -> Callable[[Any], Matrix]:
+    make: Callable[..., Making],
+    x: PyTree,
+    nbatches: int,
+    batch_size: int | None,
+    max_bytes: int | None,
+) -> Making:
     """The matrix, in blocks of the size that was asked for."""
     if max_bytes is None:
         return make(nbatches, batch_size)
@@ -322,7 +329,7 @@ def _sized(
     return make(1, largest_block(used, layout.count, max_bytes)) if layout.count else make(1, 1)
 
 
-def _compute(matrix: Callable[[Any], Matrix], x: Any, out: Out | None, progress: bool) -> Any:
+def _compute(matrix: Making, x: PyTree, out: Out | None, progress: bool) -> Out:
     if out is None and not progress:
         return _leaner(matrix, x)(x)[0]
     if out is not None:
@@ -336,14 +343,14 @@ def _compute(matrix: Callable[[Any], Matrix], x: Any, out: Out | None, progress:
 
 
 @disable_dynamo
-def _leaner(matrix: Callable[[Any], Matrix], x: Any) -> Any:
+def _leaner(matrix: Making, x: PyTree) -> Fun:
     """The function that computes the matrix: in one block instead, if XLA plans less temporary memory so."""
 
-    def in_blocks(x: Any) -> Any:
+    def in_blocks(x: PyTree) -> tuple[jax.Array, jax_impl.Static[tuple[Layout, int]]]:
         made = matrix(x)
         return made.whole(made.x), jax_impl.Static((made.layout, made.kept_bytes()))
 
-    def in_one(x: Any) -> Any:
+    def in_one(x: PyTree) -> tuple[jax.Array, None]:
         made = matrix(x).in_one()
         return made.whole(made.x), None
 
@@ -358,7 +365,7 @@ def _leaner(matrix: Callable[[Any], Matrix], x: Any) -> Any:
 
 
 def _blocks(
-    matrix: Callable[[Any], Matrix], x: Any, progress: bool, out: Out | None = None
+    matrix: Making, x: PyTree, progress: bool, out: Out | None = None
 ) -> tuple[Layout, Iterator[tuple[slice, torch.Tensor]]]:
     """The layout, and the blocks to be computed one by one."""
     bar = progress_bar(progress)
@@ -383,12 +390,12 @@ def _blocks(
     return layout, computed()
 
 
-def _linearise(matrix: Callable[[Any], Matrix], x: Any, out: Out | None) -> tuple[Any, Layout]:
+def _linearise(matrix: Making, x: PyTree, out: Out | None) -> tuple[PyTree, Layout]:
     """The function linearised at ``x``, and the layout; ``out`` is checked before anything runs."""
     # Torch's names of dtypes are NumPy's behind a prefix.
     wanted = None if out is None else (tuple(out.shape), str(out.dtype).removeprefix("torch."))
 
-    def prepare(x: Any) -> Any:
+    def prepare(x: PyTree) -> tuple[PyTree, jax_impl.Static[Layout]]:
         made = matrix(x)
         if wanted is not None:
             made.layout.check_out(*wanted)
@@ -399,7 +406,7 @@ def _linearise(matrix: Callable[[Any], Matrix], x: Any, out: Out | None) -> tupl
     return linear, layout.value
 
 
-def _check_out(out: Any, x: Any) -> None:
+def _check_out(out: object, x: PyTree) -> None:
     if not isinstance(out, torch.Tensor):
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out must be a tensor, or a NumPy array or memmap, got a {type(out).__name__}.")
@@ -421,18 +428,18 @@ def _check_out(out: Any, x: Any) -> None:
     return None
 
 
-def _device(x: Any) -> torch.device:
+def _device(x: PyTree) -> torch.device:
     tensors = [leaf for leaf in jax.tree.leaves(to_jax_tree(x)) if isinstance(leaf, torch.Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _unflatten(x: Any) -> Fun:
+def _unflatten(x: PyTree) -> Fun:
     """What turns a vector into a tree like ``x``."""
     leaves, treedef = flatten(to_jax_tree(x))
     like = [(leaf.shape, leaf.dtype) for leaf in leaves]
     sizes = [math.prod(shape) for shape, _ in like]
 
-    def unflatten(vector: torch.Tensor) -> Any:
+    def unflatten(vector: torch.Tensor) -> PyTree:
         if tuple(vector.shape) != (sum(sizes),):
             raise ValueError(f"the vector must have shape ({sum(sizes)},), got {tuple(vector.shape)}.")
         pieces = zip(vector.split(sizes), like, strict=True)

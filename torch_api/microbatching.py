@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,19 @@ from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.dtypes import jax_dtype
 from ..bridge.memory.trees import Rows, flatten, to_jax_tree, without_rows
 from ..jax_impl import AccumulationType, weighted_mean
-from .calls import Fun, explain_with, finish, number_rows, number_rows_by_name, parameter_names, place_of, replace
+from ..jax_impl.program.trees import PyTree
+from .calls import (
+    Args,
+    Fun,
+    Kwargs,
+    explain_with,
+    finish,
+    number_rows,
+    number_rows_by_name,
+    parameter_names,
+    place_of,
+    replace,
+)
 
 __all__ = [
     "AccumulationType",
@@ -30,6 +42,9 @@ __all__ = [
     "reshape_batch_axis",
     "weighted_mean",
 ]
+
+Count: TypeAlias = int | jax.Array | None  # of the microbatches that are real
+Frozen: TypeAlias = tuple[tuple[bool, ...], ...]  # for each differentiated argument, which of its leaves are frozen
 
 
 def Accumulator(init: Fun, update: Fun, finalize: Fun, aggregate: Fun) -> jax_impl.Accumulator:
@@ -61,16 +76,16 @@ def Accumulator(init: Fun, update: Fun, finalize: Fun, aggregate: Fun) -> jax_im
     """
     start, step, end, join = map(to_jax_callable, (init, update, finalize, aggregate))
 
-    def init_from_shapes(shapes: Any) -> Any:
+    def init_from_shapes(shapes: PyTree) -> PyTree:
         return start(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
 
-    def update_at(carry: Any, value: Any, index: Any) -> Any:
+    def update_at(carry: PyTree, value: PyTree, index: jax.Array | int) -> PyTree:
         return step(carry, value, jnp.asarray(index, jnp.int64))
 
     return jax_impl.Accumulator(init_from_shapes, update_at, end, join)
 
 
-def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
+def reshape_batch_axis(tree: PyTree, microbatch_size: int, axis: int = 0) -> PyTree:
     """Split the batch axis of every tensor of a tree: ``[batch, ...] -> [batch / size, size, ...]``.
 
     The rows of microbatch k of n are k, k + n, k + 2n, ... (the strided partition of :func:`microbatch`).
@@ -92,10 +107,10 @@ def microbatch(
     fun: Fun,
     argnums: int | Sequence[int],
     microbatch_size: int | None,
-    accumulator: Any = AccumulationType.SUM,
+    accumulator: PyTree = AccumulationType.SUM,
     *,
     argnames: str | Sequence[str] = (),
-    in_axes: Any = 0,
+    in_axes: PyTree = 0,
     num_real_microbatches: int | torch.Tensor | None = None,
     remainder: str = "run",
     partition: str = "strided",
@@ -151,7 +166,7 @@ def microbatch(
     )
     transform(in_axes=in_axes, num_real_microbatches=_host(num_real_microbatches))
 
-    def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(num_real: Count, *args: PyTree, **kwargs: PyTree) -> PyTree:
         axes = [in_axes] * len(targets) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
         args, kwargs = number_rows(traced, targets, axes, args, kwargs)
         return transform(in_axes=tuple(axes), num_real_microbatches=num_real)(*args, **kwargs)
@@ -162,11 +177,11 @@ def microbatch(
 
 def micro_vmap(
     fun: Fun,
-    in_axes: Any = 0,
+    in_axes: PyTree = 0,
     out_axes: int = 0,
     *,
     microbatch_size: int | None = None,
-    accumulator: Any = AccumulationType.CONCAT,
+    accumulator: PyTree = AccumulationType.CONCAT,
     num_real_microbatches: int | torch.Tensor | None = None,
     remainder: str = "run",
     partition: str = "strided",
@@ -197,7 +212,7 @@ def micro_vmap(
     )
     transform(in_axes=in_axes, num_real_microbatches=_host(num_real_microbatches))
 
-    def run(num_real: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(num_real: Count, *args: PyTree, **kwargs: PyTree) -> PyTree:
         axes = [in_axes] * len(args) if isinstance(in_axes, int) else list(to_jax_tree(in_axes))
         count = len(axes)
         others = [name for name in kwargs if name not in parameter_names(traced)[:count]]
@@ -217,13 +232,13 @@ def micro_grad(
     batch_argnums: int | Sequence[int] = 1,
     keep_batch_dim: bool = True,
     microbatch_size: int | None = None,
-    accumulator: Any = AccumulationType.SUM,
+    accumulator: PyTree = AccumulationType.SUM,
     transform_fn: Fun | None = None,
     metrics_fn: Fun | None = None,
     num_real_microbatches: int | torch.Tensor | None = None,
     remainder: str = "run",
     partition: str = "strided",
-) -> Callable[..., tuple[Any, jax_impl.Aux]]:
+) -> Callable[..., tuple[PyTree, jax_impl.Aux]]:
     """Transform the gradient of each example of a torch loss, then accumulate them.
 
     Equivalent, for one row ``x`` (with its axis of length 1) at a time, to::
@@ -298,19 +313,19 @@ def micro_grad(
         options["metrics_fn"] = of_gradients(metrics_fn)
     jax_impl.micro_grad(traced, num_real_microbatches=_host(num_real_microbatches), **options)
 
-    def prepared(num_real: Any, frozen: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    def prepared(num_real: Count, frozen: Frozen, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
         loss, args, kwargs = per_example(traced, wanted, batched, frozen, args, kwargs)
         return jax_impl.micro_grad(loss, num_real_microbatches=num_real, **options), args, kwargs
 
-    def run(num_real: Any, frozen: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(num_real: Count, frozen: Frozen, *args: PyTree, **kwargs: PyTree) -> PyTree:
         grad_fn, args, kwargs = prepared(num_real, frozen, args, kwargs)
         return grad_fn(*args, **kwargs)
 
-    def explain(num_real: Any, frozen: Any, *args: Any, **kwargs: Any) -> Any:
+    def explain(num_real: Count, frozen: Frozen, *args: PyTree, **kwargs: PyTree) -> jax_impl.Explanation:
         grad_fn, args, kwargs = prepared(num_real, frozen, args, kwargs)
         return grad_fn.explain(*args, **kwargs)
 
-    def leading(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def leading(*args: PyTree, **kwargs: PyTree) -> tuple[int | torch.Tensor | None, Frozen]:
         return num_real_microbatches, frozen_flags(traced, wanted, args, kwargs)
 
     call: Any = finish(run, fun, leading, recompute=True)
@@ -357,26 +372,26 @@ def of_gradients(fun: Fun) -> Fun:
     return lambda grads: traced(without_rows(grads)[0])
 
 
-def listed(value: int | str | Sequence[Any]) -> list[Any]:
+def listed(value: int | str | Sequence[int | str]) -> list[Any]:
     """``argnums`` and ``argnames`` may be one or several."""
     return [value] if isinstance(value, (int, str)) else list(value)
 
 
-def _host(num_real: Any) -> Any:
+def _host(num_real: int | torch.Tensor | None) -> int | None:
     """For the checks at wrapping time: a tensor stands for some number."""
     return None if isinstance(num_real, torch.Tensor) else num_real
 
 
 def per_example(
-    traced: Fun, wanted: Sequence[int], batched: Sequence[int], frozen: Any, args: Any, kwargs: Any
-) -> tuple[Fun, Any, Any]:
+    traced: Fun, wanted: Sequence[int], batched: Sequence[int], frozen: Frozen, args: Args, kwargs: Kwargs
+) -> tuple[Fun, Args, Kwargs]:
     """A loss for the transforms that differentiate each example, and the arguments to pass to it.
 
     It leaves frozen parameters alone, follows torch's convention for complex ones, and draws for each row by number.
     """
 
     @functools.wraps(traced)
-    def loss(*args: Any, **kwargs: Any) -> Any:
+    def loss(*args: PyTree, **kwargs: PyTree) -> PyTree:
         for position, flags in zip(wanted, frozen, strict=True):
             args, kwargs = replace(traced, position, args, kwargs, functools.partial(_restore, flags))
         return traced(*args, **kwargs)
@@ -387,7 +402,7 @@ def per_example(
     return loss, args, number_rows_by_name(traced, args, kwargs)
 
 
-def frozen_flags(fun: Fun, wanted: Sequence[int], args: Any, kwargs: Any) -> tuple[tuple[bool, ...], ...]:
+def frozen_flags(fun: Fun, wanted: Sequence[int], args: Args, kwargs: Kwargs) -> Frozen:
     """For each differentiated argument, which of its tensors are frozen parameters."""
     flags = []
     for position in wanted:
@@ -403,10 +418,10 @@ def frozen_flags(fun: Fun, wanted: Sequence[int], args: Any, kwargs: Any) -> tup
     return tuple(flags)
 
 
-def _conjugate(tree: Any) -> Any:
+def _conjugate(tree: PyTree) -> PyTree:
     """Differentiating in the conjugate of a complex parameter gives torch's gradient where JAX's is the conjugate."""
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: PyTree) -> PyTree:
         if isinstance(leaf, float):
             leaf = jnp.asarray(leaf, jax_dtype(torch.get_default_dtype()))
         return jnp.conj(leaf) if jnp.iscomplexobj(leaf) else leaf
@@ -414,7 +429,7 @@ def _conjugate(tree: Any) -> Any:
     return jax.tree.map(convert, tree)
 
 
-def _restore(frozen: Sequence[bool], tree: Any) -> Any:
+def _restore(frozen: Sequence[bool], tree: PyTree) -> PyTree:
     if isinstance(tree, Rows):
         return Rows(_restore(frozen, tree.value), tree.index)
     leaves, treedef = flatten(_conjugate(tree))

@@ -13,13 +13,14 @@ from ..bridge.call.as_torch import only_maps
 from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.trees import Rows
 from ..bridge.watch.walk import is_traced
+from ..jax_impl.program.trees import PyTree
 from .calls import Fun, numbers_to_tensors
 
 
 def sliced_scan(
     f: Fun,
-    init: Any,
-    xs: Any = None,
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -27,7 +28,7 @@ def sliced_scan(
     start: int | None = None,
     stop: int | None = None,
     step: int | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Run a loop of a torch function as one compiled program, and keep a slice of its outputs.
 
     Equivalent to::
@@ -75,14 +76,14 @@ def sliced_scan(
 
 def checkpoint_chunked_scan(
     f: Fun,
-    init: Any,
-    xs: Any = None,
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
     chunk_size: int | str | None = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Run a loop of a torch function as one compiled program, with little memory for ``backward()``.
 
     Equivalent to the loop in :func:`sliced_scan` without its slice. What differs: autograd keeps only the carry at the
@@ -122,17 +123,17 @@ def checkpoint_chunked_scan(
     return _scan(jax_impl.checkpoint_chunked_scan, f, init, xs, options)
 
 
-def _scan(scan: Fun, f: Fun, init: Any, xs: Any, options: dict[str, Any]) -> Any:
+def _scan(scan: Fun, f: Fun, init: PyTree, xs: PyTree, options: dict[str, Any]) -> PyTree:
     traced = to_jax_callable(f)
 
-    def run(init: Any, xs: Any) -> Any:
+    def run(init: PyTree, xs: PyTree) -> PyTree:
         return scan(traced, init, _numbered(traced, xs, options["length"]), **options)
 
     only_maps(run, traced)
     return as_torch(run)(*numbers_to_tensors((init, xs)))
 
 
-def _numbered(f: Fun, xs: Any, length: Any) -> Any:
+def _numbered(f: Fun, xs: PyTree, length: int | None) -> PyTree:
     """``xs`` with the number of each entry, so that random draws can tell steps apart."""
     lengths = {leaf.shape[0] if getattr(leaf, "shape", ()) else None for leaf in jax.tree.leaves(xs)}
     lengths |= {length} - {None}

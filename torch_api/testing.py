@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import torch
 
+from ..jax_impl.program.trees import PyTree
 from .compare import compare
 from .compare.differences import as_numpy
 from .compare.report import Report
@@ -19,7 +20,7 @@ _ROUNDINGS = 32
 
 
 def assert_agrees(
-    torch_fun: Callable[..., Any], jax_fun: Callable[..., Any] | None = None, *args: Any, **options: Any
+    torch_fun: Callable[..., PyTree], jax_fun: Callable[..., PyTree] | None = None, *args: PyTree, **options: Any
 ) -> Report:
     """Assert that a torch function and its port to JAX agree: ``compare(...).assert_agrees()`` in one line of a test.
 
@@ -50,7 +51,7 @@ def assert_agrees(
     return report
 
 
-def assert_same(actual: Any, expected: Any, exact: bool = False) -> None:
+def assert_same(actual: PyTree, expected: PyTree, exact: bool = False) -> None:
     """Assert that two trees are the same: structure (types, order of keys), shapes, dtypes, values.
 
     Leaves may be torch tensors, or JAX or NumPy arrays, but tensors only where tensors are expected. Floats may
@@ -74,7 +75,7 @@ def assert_same(actual: Any, expected: Any, exact: bool = False) -> None:
         raise AssertionError(problem)
 
 
-def _differences(path: str, actual: Any, expected: Any, exact: bool) -> list[str]:
+def _differences(path: str, actual: PyTree, expected: PyTree, exact: bool) -> list[str]:
     if isinstance(expected, (torch.Tensor, jax.Array, np.ndarray)):
         return _leaf_differences(path, actual, expected, exact)
     if type(actual) is not type(expected):
@@ -92,13 +93,13 @@ def _differences(path: str, actual: Any, expected: Any, exact: bool) -> list[str
     return [problem for where, one, two in pairs for problem in _differences(where, one, two, exact)]
 
 
-def _leaf_differences(path: str, actual: Any, expected: Any, exact: bool) -> list[str]:
+def _leaf_differences(path: str, actual: PyTree, expected: PyTree, exact: bool) -> list[str]:
     if isinstance(expected, torch.Tensor):
         if type(actual) is not torch.Tensor:
             return [f"{path} is a {type(actual).__name__}, not a Tensor"]
         if actual.is_conj() or actual.is_neg():
             return [f"{path} is a view with its conjugation or sign still pending"]
-        forms: list[Any] = [(tuple(t.shape), t.dtype, t.device) for t in (actual, expected)]
+        forms: list[tuple[object, ...]] = [(tuple(t.shape), t.dtype, t.device) for t in (actual, expected)]
     elif isinstance(actual, (jax.Array, np.ndarray)):
         forms = [(tuple(a.shape), a.dtype) for a in (actual, expected)]
     else:

@@ -8,8 +8,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from .user_code import LIBRARIES, OWN
 
@@ -54,7 +53,7 @@ def noting_line() -> Iterator[None]:
         raise
 
 
-def calling_object(method: Any) -> Any:
+def calling_object(method: Callable[..., object]) -> object:
     """The object of which this very method is running, or None."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not method.__code__:

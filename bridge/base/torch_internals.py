@@ -14,8 +14,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.utils.parametrize
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from ...jax_impl.program.trees import PyTree
 from .errors import refuse_seed, refuse_tracer
 
 try:
@@ -126,14 +127,18 @@ __all__ = [
     "without_saved_tensor_hooks",
 ]
 
+# A module or a class of torch's, of which a name stands for something else for a while.
+Patched: TypeAlias = Any
+Results: TypeAlias = tuple[torch.Tensor | None, ...]
+
 
 @functools.cache
-def core_decompositions() -> dict[Any, Callable[..., Any]]:
+def core_decompositions() -> dict[torch._ops.OperatorBase, Callable[..., object]]:
     """torch's core decompositions. torch searches all registered ops for them each time that it is asked."""
     return dict(core_aten_decompositions().items())
 
 
-def map_tensors(fun: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+def map_tensors(fun: Callable[[torch.Tensor], object], tree: PyTree) -> PyTree:
     """The tree with its tensors replaced. A ``torch.Size`` stays one: ``x.new(shape)`` takes a tuple for data."""
     return torch_pytree.tree_map_only(torch.Tensor, fun, tree, is_leaf=lambda x: isinstance(x, torch.Size))
 
@@ -182,7 +187,7 @@ class Substitution(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         _SUBSTITUTIONS.active.remove(self)
 
@@ -190,7 +195,9 @@ class Substitution(TorchFunctionMode):
         """The tensor to be seen in the place of another."""
         return self.replacements.get(id(tensor), tensor)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: PyTree = (), kwargs: PyTree = None
+    ) -> object:
         if func in _OF_HISTORY and id(args[0]) in self.replacements:  # which a derivative of the function leaves alone
             with torch._C.DisableTorchFunction():
                 return func(args[0])
@@ -219,12 +226,12 @@ class _AbsentOp:
 @contextlib.contextmanager
 def absent_ops() -> Iterator[None]:
     """While another library names ops of several releases of torch: those that this one lacks are no error."""
-    kinds: tuple[Any, Any] = (_OpNamespace, OpOverloadPacket)
+    kinds: tuple[Patched, Patched] = (_OpNamespace, OpOverloadPacket)
     originals = [kind.__getattr__ for kind in kinds]
     here = _this_thread()
 
-    def tolerant(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        def find(owner: Any, name: str) -> Any:
+    def tolerant(original: Callable[[object, str], object]) -> Callable[[object, str], object]:
+        def find(owner: object, name: str) -> object:
             try:
                 return original(owner, name)
             except AttributeError:
@@ -246,8 +253,8 @@ def absent_ops() -> Iterator[None]:
 @contextlib.contextmanager
 def entering_functorch(swap: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """``torch.func`` wraps its inputs without asking a function mode: let it wrap what ``swap`` gives for them."""
-    grads: Any = eager_transforms
-    maps: Any = functorch_vmap
+    grads: Patched = eager_transforms
+    maps: Patched = functorch_vmap
     wrap, add = grads._wrap_for_grad, maps._add_batch_dim
     here = _this_thread()
     grads._wrap_for_grad = lambda tensor, level: wrap(swap(tensor) if here() else tensor, level)
@@ -265,7 +272,7 @@ def function_modes_in_backward() -> Iterator[None]:
     It hands itself to the innermost mode, which is off while it is served: Python that runs inside the backward pass
     (hooks, a user's backward, a checkpoint's second forward pass) would then not be seen.
     """
-    autograd: Any = torch.autograd
+    autograd: Patched = torch.autograd
     original = autograd.has_torch_function
     here = _this_thread()
     autograd.has_torch_function = lambda tensors: not here() and original(tensors)
@@ -298,18 +305,18 @@ def without_inference_mode() -> Iterator[None]:
 @contextlib.contextmanager
 def inference_as_no_grad() -> Iterator[None]:
     """While recording: tensors of inference mode cannot be told of writes, and so it only switches autograd off."""
-    inference: Any = torch.inference_mode
+    inference: Patched = torch.inference_mode
     enter, leave = inference.__enter__, inference.__exit__
     here = _this_thread()
 
-    def entered(mode: Any) -> None:
+    def entered(mode: Patched) -> None:
         if not here():
             enter(mode)
             return
         _INFERENCE.modes.append(mode.mode)
         mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
 
-    def left(mode: Any, *error: Any) -> None:
+    def left(mode: Patched, *error: object) -> None:
         if not here():
             leave(mode, *error)
             return
@@ -325,16 +332,18 @@ def inference_as_no_grad() -> Iterator[None]:
         _INFERENCE.modes = outer
 
 
-def _with_none(fun: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, **options: Any) -> Callable[..., Any]:
+def _with_none(
+    fun: Callable[..., Results], in_dims: PyTree = 0, out_dims: PyTree = 0, **options: object
+) -> Callable[..., Results]:
     """``torch.func.vmap`` of a function that may return None in places, as a gradient does."""
     absent: list[bool] = []
 
-    def present(*args: Any) -> Any:
+    def present(*args: object) -> tuple[torch.Tensor, ...]:
         outs = fun(*args)
         absent[:] = [out is None for out in outs]
         return tuple(out for out in outs if out is not None)
 
-    def mapped(*args: Any) -> Any:
+    def mapped(*args: object) -> Results:
         found = iter(torch.func.vmap(present, in_dims, out_dims, randomness="same")(*args))
         return tuple(None if a else next(found) for a in absent)
 
@@ -344,12 +353,12 @@ def _with_none(fun: Callable[..., Any], in_dims: Any = 0, out_dims: Any = 0, **o
 @contextlib.contextmanager
 def newer_vmaps() -> Iterator[None]:
     """Let ``is_grads_batched`` and ``vectorize=True`` do without torch's older ``vmap``, which cannot be recorded."""
-    internals: Any = _vmap_internals
-    functional: Any = torch.autograd.functional
+    internals: Patched = _vmap_internals
+    functional: Patched = torch.autograd.functional
     older, forward = internals._vmap, functional._jacfwd
     here = _this_thread()
 
-    def jacobian(fun: Any, inputs: Any, strict: bool = False, vectorize: bool = False) -> Any:
+    def jacobian(fun: Callable[..., object], inputs: PyTree, strict: bool = False, vectorize: bool = False) -> PyTree:
         if not here():
             return forward(fun, inputs, strict, vectorize)
         return functional.jacobian(fun, inputs, create_graph=True, vectorize=True)  # in reverse: the same derivative
@@ -374,7 +383,7 @@ def load_dynamo() -> None:
 
 def parametrizations_are_cached() -> bool:
     """Whether ``torch.nn.utils.parametrize.cached()`` is open."""
-    parametrizing: Any = torch.nn.utils.parametrize
+    parametrizing: ModuleType = torch.nn.utils.parametrize
     return bool(parametrizing._cache_enabled)
 
 
@@ -390,12 +399,13 @@ def without_other_tracers() -> Iterator[None]:
     ``torch.func.linearize`` pushes each tangent forward instead of tracing that, and what ``torch.compile`` made runs
     as it was written. Whatever else traces is refused.
     """
-    grads: Any = eager_transforms
-    proxies: Any = ProxyTorchDispatchMode
+    grads: Patched = eager_transforms
+    proxies: Patched = ProxyTorchDispatchMode
     disallow, enter = grads.lazy_dynamo_disallow, proxies.__enter__
     here = _this_thread()
 
-    def untraced(step: Any) -> Any:  # linearize wraps the two steps by which it makes a graph
+    # linearize wraps the two steps by which it makes a graph
+    def untraced(step: Callable[..., object]) -> Callable[..., object]:
         if not here():
             return disallow(step)
         if step is not grads.make_fx:
@@ -422,7 +432,7 @@ def share_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def has_own_function(kind: Any) -> bool:
+def has_own_function(kind: object) -> bool:
     """Whether a class says itself, by ``__torch_function__``, what an op is of its objects."""
     function = getattr(kind, "__torch_function__", None)
     if function is None or function is torch._C._disabled_torch_function_impl:
@@ -436,7 +446,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def backward_node() -> Any:
+def backward_node() -> torch.autograd.graph.Node | None:
     """What autograd's engine runs in this thread, if torch wrote it."""
     node = torch._C._current_autograd_node()
     return None if hasattr(node, "_forward_cls") else node
@@ -462,7 +472,7 @@ def without_forward_mode() -> contextlib.AbstractContextManager[None]:
     return forward_ad._set_fwd_grad_enabled(False)
 
 
-def open_modes() -> list[Any]:
+def open_modes() -> list[object]:
     """The function modes and the dispatch modes that are active in this thread."""
     functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     return functions + [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
@@ -471,7 +481,7 @@ def open_modes() -> list[Any]:
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """A scope in which no dispatch mode and no function mode is active."""
-    stack: list[Any] = []
+    stack: list[object] = []
     with _disable_current_modes():
         while torch._C._len_torch_function_stack():
             stack.append(torch._C._pop_torch_function_stack())
@@ -485,7 +495,7 @@ def without_modes() -> Iterator[None]:
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """A scope in which autograd keeps its saved tensors itself; a checkpoint around it would take them away."""
-    hooks: list[Any] = []
+    hooks: list[tuple[object, object]] = []
     while (top := autograd_internals._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         autograd_internals._pop_saved_tensors_default_hooks()
@@ -530,13 +540,13 @@ def plain_kernels(backward_inside: Callable[..., None]) -> Iterator[None]:
     ``backward_inside`` is what ``torch.autograd.backward`` does then.
     """
     has_effects = effects.has_effects
-    autograd: Any = torch.autograd
-    seeding: Any = torch
-    random: Any = torch.random
+    autograd: Patched = torch.autograd
+    seeding: Patched = torch
+    random: Patched = torch.random
     backward, seed, outer_seed = autograd.backward, random.manual_seed, seeding.manual_seed
     here = _this_thread()
-    rnn: Any = torch.nn.RNNBase
-    parametrizing: Any = torch.nn.utils.parametrize
+    rnn: Patched = torch.nn.RNNBase
+    parametrizing: Patched = torch.nn.utils.parametrize
     cached = parametrizing._cache
     flatten_parameters = rnn.flatten_parameters
     mkldnn = torch._C._get_mkldnn_enabled()

@@ -48,7 +48,7 @@ def _package(name: str) -> types.ModuleType | None:
 
 def _is_written_in_python(cls: type) -> bool:
     """Whether a class statement has made a class that has no functions; extensions written in C do not tell."""
-    kind: Any = type(cls)
+    kind: type = type(cls)
     is_static = not cls.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
     if is_static or issubclass(cls, BaseException) or not (kind is type or is_users(kind)):
         return False
@@ -77,7 +77,7 @@ def is_users(x: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_partly_users(cls: Any) -> bool:
+def is_partly_users(cls: type) -> bool:
     """Whether the user wrote a class, or one that it derives from."""
     return any(is_users(base) for base in cls.__mro__)
 

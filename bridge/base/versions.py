@@ -52,7 +52,7 @@ def mapping_trace() -> object:
 
 def weak_float(value: jax.Array) -> jax.Array:
     """A float64 scalar that takes part in promotion as a Python float does."""
-    convert: Any = importlib.import_module("jax._src.lax.lax")._convert_element_type
+    convert: Callable[..., jax.Array] = importlib.import_module("jax._src.lax.lax")._convert_element_type
     result: jax.Array = convert(value, weak_type=True)
     return result
 
@@ -65,7 +65,7 @@ def _native(name: str) -> Callable[..., Any] | None:
 
 
 @functools.cache
-def native_import() -> Callable[[Any, jax.Device, int | None], jax.Array] | None:
+def native_import() -> Callable[[object, jax.Device, int | None], jax.Array] | None:
     """Return jaxlib's import of a DLPack capsule, `(capsule, device, stream) -> array`, or None.
 
     It is what `jax.dlpack.from_dlpack` calls. The public function spends ten times as long around it and narrows
@@ -80,7 +80,7 @@ def native_import() -> Callable[[Any, jax.Device, int | None], jax.Array] | None
 
 
 @functools.cache
-def native_export() -> Callable[[jax.Array], Any] | None:
+def native_export() -> Callable[[jax.Array], object] | None:
     """Return jaxlib's export of an array on the CPU, `(array) -> capsule`, or None; `array.__dlpack__()` calls it."""
     function, importer = _native("buffer_to_dlpack_managed_tensor"), native_import()
     if function is None or importer is None:
@@ -92,7 +92,7 @@ def native_export() -> Callable[[jax.Array], Any] | None:
     return function if works else None
 
 
-def _import_probe(importer: Callable[..., Any]) -> jax.Array:
+def _import_probe(importer: Callable[..., jax.Array]) -> jax.Array:
     # From NumPy, and not computed by JAX: the first crossing may happen under a mode of torch's or while JAX traces,
     # where torch.arange or jnp.arange would give something else than data.
     return importer(np.arange(3, dtype=np.int64).__dlpack__(), jax.local_devices(backend="cpu")[0], None)

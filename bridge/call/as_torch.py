@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...jax_impl.program.trees import PyTree
 from ..base import torch_internals as ti
 from ..base.errors import TraceError, located, user_line
 from ..effects.bindings import Basic, Bound, Effect, Given, entries, from_basic, is_row, leave, span
@@ -17,13 +18,14 @@ from ..record.captured import Captured, is_traced_tensor, recording
 from ..watch.places import Place, path_name, remember_change
 from ..watch.walk import is_traced
 from .autograd import apply, find_program
+from .compilation import Draw
 from .flat import Outline, Root
 from .preparing import MAPS, prepare
 
 _MADE = "__microtome_made__"
 
 
-def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callable[..., Any]:
+def as_torch(jax_fun: Callable[..., PyTree], *, recompute: bool = False) -> Callable[..., PyTree]:
     """A JAX callable as a torch callable: ``to_torch(jax.jit(jax_fun)(*to_jax(args)))``, and part of torch's autograd.
 
     Compiled once for each signature: structure, dtypes and shapes of the arguments, values of the static ones (ints,
@@ -56,7 +58,7 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
     """
     ti.load_dynamo()
 
-    def fun(*args: Any, **kwargs: Any) -> Any:
+    def fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return _call(jax_fun, recompute, args, kwargs)
 
     functools.update_wrapper(fun, jax_fun)
@@ -65,20 +67,22 @@ def as_torch(jax_fun: Callable[..., Any], *, recompute: bool = False) -> Callabl
     return fun
 
 
-def only_maps(jax_fun: Callable[..., Any], inner: Callable[..., Any]) -> None:
+def only_maps(jax_fun: Callable[..., PyTree], inner: Callable[..., PyTree]) -> None:
     """Mark a JAX function that runs a torch function in slices or steps and takes no derivatives of its own."""
     if is_traced(inner):  # one written in JAX may take any
         setattr(jax_fun, MAPS, jax_fun)
 
 
-def made_from(fun: Any) -> Any:
+def made_from(fun: object) -> Callable[..., PyTree] | None:
     """The JAX function of which ``as_torch`` made this very function, or None."""
     mark = getattr(fun, "__dict__", {}).get(_MADE)
     return mark[1] if mark is not None and mark[0] is fun else None
 
 
 @ti.disable_dynamo  # torch.compile breaks its graph here
-def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(
+    jax_fun: Callable[..., PyTree], recompute: bool, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> PyTree:
     try:
         root, tensors = prepare(jax_fun, recompute, args, kwargs)
         assert root.outline is not None
@@ -90,10 +94,10 @@ def _call(jax_fun: Callable[..., Any], recompute: bool, args: tuple[Any, ...], k
     return _run(root, tensors)
 
 
-def _run(root: Root, tensors: list[torch.Tensor]) -> Any:
+def _run(root: Root, tensors: list[torch.Tensor]) -> PyTree:
     assert root.outline is not None
     outer = recording()
-    key: Any = None
+    key: Draw = None
     if outer is None:
         key = _new_key(root.outline.draws)
     else:

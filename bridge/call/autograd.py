@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,14 @@ from ..record.captured import recording
 from ..record.nodes import Meta
 from ..watch.keys import Key
 from .cache import DEPENDENT, LOCK, PROGRAMS
-from .compilation import Program, memory_order, trace
+from .compilation import Draw, Program, memory_order, trace
 from .flat import Flat, Mapped, Pushforward, VectorJacobianProduct, maps_function
 
+Gradients: TypeAlias = Sequence[torch.Tensor | None]
+Again: TypeAlias = tuple[Flat, Draw, list[torch.Tensor], list[int | None]]  # a call, its inputs, their versions
 
-def apply(flat: Flat, key: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+
+def apply(flat: Flat, key: Draw, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
     """The outputs of a flat function, as part of whatever torch does around it; None for a gradient that is zero."""
     outer = recording()
     if outer is not None:
@@ -98,7 +101,7 @@ class _Differentiable(torch.autograd.Function):
     """A compiled call as a node of torch's graph, with the residuals that XLA computed."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Flat, program: Program, key: Any, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, flat: Flat, program: Program, key: Draw, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # an output without a cotangent is not one with a cotangent of zeros
         if any(tensors[i].is_inference() for i in program.read):
             raise RuntimeError(
@@ -117,7 +120,7 @@ class _Differentiable(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Gradients:
         program: Program = ctx.program
         given = [c for c in cotangents if c is not None]
         if not given:
@@ -128,7 +131,7 @@ class _Differentiable(torch.autograd.Function):
                 "Trying to backward through the graph a second time: the values that the call saved were freed. "
                 "Specify retain_graph=True in the first backward pass."
             )
-        grads: Any = None
+        grads: Gradients | None = None
         if not (torch.is_grad_enabled() or program.recompute or is_transformed(given) or _is_batched(given)):
             tensors, rest = iter(saved), iter(ctx.rest)
             residuals = [tensor_to_array(next(tensors)) if c else next(rest) for c in ctx.crossing]
@@ -163,7 +166,7 @@ def _is_batched(cotangents: Sequence[torch.Tensor]) -> bool:
     return any(map(ti.is_legacy_batchedtensor, cotangents))
 
 
-def _from_inputs(again: Any, need: tuple[bool, ...], cotangents: Sequence[torch.Tensor | None]) -> Sequence[Any]:
+def _from_inputs(again: Again, need: tuple[bool, ...], cotangents: Sequence[torch.Tensor | None]) -> Gradients:
     flat, key, tensors, versions = again
     _check_unwritten(tensors, versions, range(len(tensors)))
     given = [c for c in cotangents if c is not None]
@@ -187,7 +190,7 @@ class _Transformed(torch.autograd.Function):
     """A call under ``torch.func`` or with dual numbers: every derivative and map starts from the inputs."""
 
     @staticmethod
-    def forward(flat: Flat, key: Any, *tensors: torch.Tensor) -> Any:
+    def forward(flat: Flat, key: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outer = recording()
         if outer is None:
             return tuple(find_program(flat, tensors).forward(key, tensors)[0])
@@ -195,7 +198,7 @@ class _Transformed(torch.autograd.Function):
         return tuple(outer.recorder.call(call, tensors, call.results(tensors), key))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:
         flat, key, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.flat, ctx.key = flat, key
@@ -209,7 +212,7 @@ class _Transformed(torch.autograd.Function):
         ctx.mark_non_differentiable(*(o for o, m in zip(output, ctx.moving, strict=True) if not m))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Gradients:
         need = tuple(n and _inexact(t) for n, t in zip(ctx.needs_input_grad[2:], ctx.saved_tensors, strict=True))
         live = tuple(c is not None for c in cotangents)
         if not any(live):
@@ -219,7 +222,7 @@ class _Transformed(torch.autograd.Function):
         return None, None, *(next(found) if n else None for n in need)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor | None) -> Gradients:
         tensors = ctx.saved_tensors
         need = tuple(d is not None and _inexact(t) for d, t in zip(tangents, tensors, strict=True))
         given = [d for d in tangents if d is not None and _inexact(d)]
@@ -228,7 +231,9 @@ class _Transformed(torch.autograd.Function):
         return tuple(next(moved) if d else None for d in ctx.moving)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, flat: Flat, key: Any, *tensors: torch.Tensor) -> Any:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], flat: Flat, key: Draw, *tensors: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
         outline = flat.root.outline
         assert outline is not None
         written = *outline.mutated, *(i for i, _ in outline.carried)
@@ -269,7 +274,7 @@ class _Call:
         found = jax.eval_shape(lambda key, *arrays: self.lower(*arrays, _results=None, _key=key), key, *avals)
         return [Meta(torch_dtype(a.dtype), a.shape, self.flat.root.device) for a in found]
 
-    def lower(self, *arrays: Any, _results: Any, _key: Any) -> list[Any]:
+    def lower(self, *arrays: jax.Array, _results: object, _key: jax.Array | None) -> list[jax.Array]:
         root = self.flat.root
         key = jnp.zeros(2, "uint32") if _key is None else _key
         call = Call({}, None, root.device, root.grad)

@@ -6,12 +6,14 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.experimental.layout import Format, Layout
+from jax.extend.core import ClosedJaxpr
 
 from ..base.errors import TraceError
 from ..base.versions import enable_x64
@@ -28,10 +30,13 @@ from .failures import Checked
 from .flat import Flat, Outline, Root, linearize
 from .pullbacks import Backward, Pullback, independent, unread
 
+Draw: TypeAlias = np.ndarray | int | None  # the key of a call's draws; in a recording, the number of the draw
+Results: TypeAlias = tuple[Sequence[jax.Array], ...]  # the outputs, the new values of buffers, the residuals
+
 _KEY = jax.ShapeDtypeStruct((2,), "uint32")
 
 
-def trace(flat: Flat, tensors: Sequence[torch.Tensor]) -> tuple[Any, Call]:
+def trace(flat: Flat, tensors: Sequence[torch.Tensor]) -> tuple[ClosedJaxpr, Call]:
     """The program of a flat function, its first input the key of its draws, and what its trace has met.
 
     Nothing is compiled; the tensors may be those of ``torch.func``.
@@ -96,8 +101,8 @@ class Program:
         self.mutated = self.outline.mutated if flat is root else []
         self.written = {*self.mutated, *(i for i, _ in self.outline.carried)} if flat is root else set()
 
-    def _compile_forward(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
-        def forward(key: Any, *arrays: Any) -> Any:
+    def _compile_forward(self, flat: Flat, call: Call, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
+        def forward(key: jax.Array, *arrays: jax.Array) -> Results:
             outputs = flat.run(call, key, arrays)
             return outputs, [value for _, value in call.updates] if flat is flat.root else [], []
 
@@ -109,10 +114,10 @@ class Program:
         self.absent_outputs = self._zero_gradients(flat, traced)
         self._forward = None if call.missing else Checked(traced, call, [_KEY, *avals])
 
-    def _compile_both(self, flat: Flat, call: Call, avals: Sequence[Any]) -> None:
+    def _compile_both(self, flat: Flat, call: Call, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
         kept: list[Any] = []
 
-        def forward(key: Any, *arrays: Any) -> Any:
+        def forward(key: jax.Array, *arrays: jax.Array) -> Results:
             outputs, move, updates = linearize(flat, call, key, self.need, arrays)
             leaves, treedef = flatten(move)
             written = {i for i, _ in (*call.updates, *call.carried)}
@@ -146,13 +151,13 @@ class Program:
             self._backwards[tuple(self.moving)] = pullback.compile(self.moving, call)
 
     @staticmethod
-    def _zero_gradients(flat: Flat, traced: Any) -> list[bool]:
+    def _zero_gradients(flat: Flat, traced: jax.stages.Traced) -> list[bool]:
         """Which outputs are gradients that do not depend on the cotangents: these are zero, and torch says None."""
         if flat.first_cotangent is None:
             return []
         return independent(traced.jaxpr, flat.first_cotangent + 1)[: len(traced.out_info[0])]
 
-    def forward(self, key: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+    def forward(self, key: Draw, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[jax.Array]]:
         """Outputs and residuals; buffers are updated."""
         with enable_x64():
             outputs, updates, residuals = self._forward(key, *tensors_to_arguments(tensors))  # type: ignore[misc]
@@ -164,7 +169,7 @@ class Program:
     def backward(
         self,
         tensors: Sequence[torch.Tensor],
-        residuals: Any,
+        residuals: Sequence[jax.Array],
         cotangents: Sequence[torch.Tensor | None],
         check: Callable[[Iterable[int]], None],
     ) -> list[torch.Tensor | None] | None:
@@ -201,11 +206,11 @@ class Program:
         return self._forward.memory_analysis()  # type: ignore[union-attr]
 
 
-def _inexact(dtype: Any) -> bool:
+def _inexact(dtype: np.dtype) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def _avals(tensors: Sequence[torch.Tensor], device: torch.device) -> list[Any]:
+def _avals(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.ShapeDtypeStruct]:
     where = jax.sharding.SingleDeviceSharding(jax_device(device))
     return [
         jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype), sharding=where if order is None else _format(order, where))
@@ -258,5 +263,5 @@ def _form(tensor: torch.Tensor) -> str:
         return form if unusual_stride(tensor) is None else f"{form} with strides {tensor.stride()}"
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
     return x is None or type(x) in (bool, int, float, complex, str, bytes)

@@ -16,17 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from ...jax_impl.program.evaluate import CALLS, bind, evaluate, inner_programs
+from ...jax_impl.program.trees import PyTree
 from ...jax_impl.program.versions import scan_counts
 from ..derive.context import Call
+from ..derive.primitives import Arrays
 from ..lowerings.checks import Condition, check_p, first_failure, raised
 from ..memory.values import jax_device
 
 # The number of a check, counted from 1, or 0 if none failed; the place and the value of the first wrong element.
 Report = jax.Array
-Outputs = tuple[list[Any], list[Report]]
+Outputs = tuple[list[jax.Array], list[Report]]
+State = tuple[list[jax.Array], Report]  # what a loop carries, or a branch returns
 
 _CALLS = CALLS | {"custom_vmap_call": "call"}
 
@@ -34,7 +38,7 @@ _CALLS = CALLS | {"custom_vmap_call": "call"}
 class Checked:
     """A compiled program. A call raises for the first of its checks that failed."""
 
-    def __init__(self, traced: Any, call: Call, arguments: Sequence[Any]) -> None:
+    def __init__(self, traced: jax.stages.Traced, call: Call, arguments: Sequence[PyTree]) -> None:
         """``arguments`` are the shapes that ``traced`` was traced with."""
         writer = _Writer(call)
         self._reports = jax_device(call.device).platform == "cpu" and writer.asks(traced.jaxpr.jaxpr)
@@ -44,7 +48,7 @@ class Checked:
         self.compiled = traced.lower().compile()
         call.traces.clear()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         """The program's outputs."""
         if not self._reports:
             return self.compiled(*args)
@@ -66,13 +70,13 @@ class _Writer:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.checks: list[tuple[Condition, str, bool]] = []
-        self._asks: dict[Any, bool] = {}
+        self._asks: dict[Jaxpr, bool] = {}
 
-    def program(self, traced: Any) -> Callable[..., Any]:
+    def program(self, traced: jax.stages.Traced) -> Callable[..., tuple[PyTree, Report]]:
         """The traced function with a report beside its outputs."""
         structure, closed = jax.tree.structure(traced.out_info), traced.jaxpr
 
-        def program(*args: Any) -> Any:
+        def program(*args: PyTree) -> tuple[PyTree, Report]:
             jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
             outputs, reports = self.run(jaxpr, closed.consts, jax.tree.leaves(args))
             return jax.tree.unflatten(structure, outputs), _first(reports)
@@ -80,19 +84,19 @@ class _Writer:
         program.__name__ = traced.fun_name
         return program
 
-    def asks(self, jaxpr: Any) -> bool:
+    def asks(self, jaxpr: Jaxpr) -> bool:
         """Whether there is a check in a jaxpr, or in one within it."""
         if jaxpr not in self._asks:
             self._asks[jaxpr] = any(map(self._has_check, jaxpr.eqns))
         return self._asks[jaxpr]
 
-    def _has_check(self, equation: Any) -> bool:
+    def _has_check(self, equation: JaxprEqn) -> bool:
         if equation.primitive is check_p:
             return True
         called = self._called(equation)
         return any(self.asks(jaxpr) for jaxpr in ([called.jaxpr] if called is not None else inner_programs(equation)))
 
-    def _called(self, equation: Any) -> Any:
+    def _called(self, equation: JaxprEqn) -> ClosedJaxpr | None:
         """What a recorded torch function computes: traced here, and lowered from that trace."""
         if "program" not in equation.params:
             return None
@@ -101,11 +105,11 @@ class _Writer:
             self.call.traces[program, avals] = jax.make_jaxpr(program.run)(*avals)
         return self.call.traces[program, avals]
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Outputs:
+    def run(self, jaxpr: Jaxpr, consts: Arrays, args: Arrays) -> Outputs:
         """Outputs, and the reports of the checks, in their order."""
         reports: list[Report] = []
 
-        def compute(equation: Any, values: list[Any]) -> list[Any]:
+        def compute(equation: JaxprEqn, values: list[jax.Array]) -> list[jax.Array]:
             source = equation.source_info
             names = source_info_util.current_name_stack() + source.name_stack
             with source_info_util.user_context(source.traceback, name_stack=names), equation.ctx.manager:
@@ -115,7 +119,7 @@ class _Writer:
 
         return evaluate(jaxpr, consts, args, compute), reports
 
-    def _outputs(self, equation: Any, values: list[Any]) -> Outputs:
+    def _outputs(self, equation: JaxprEqn, values: list[jax.Array]) -> Outputs:
         name, called = equation.primitive.name, self._called(equation)
         if equation.primitive is check_p:
             return values[1:], self._report(values[0], **equation.params)
@@ -136,7 +140,7 @@ class _Writer:
                 return self._solve(equation.params, values)
         return bind(equation, values), []  # lowered to a callback
 
-    def _report(self, evidence: Any, condition: Condition, line: str) -> list[Report]:
+    def _report(self, evidence: jax.Array, condition: Condition, line: str) -> list[Report]:
         evidence = jnp.asarray(evidence)
         if not evidence.size:
             return []
@@ -144,7 +148,7 @@ class _Writer:
         failed, place, value = first_failure(condition, evidence)
         return [jnp.stack([jnp.where(failed, len(self.checks), 0), place, value])]
 
-    def _run_body(self, params: dict[str, Any], body: Any, values: list[Any]) -> Outputs:
+    def _run_body(self, params: dict[str, Any], body: ClosedJaxpr | Jaxpr, values: list[jax.Array]) -> Outputs:
         if params.get("differentiated") and params["prevent_cse"]:
             # As its lowering does: else XLA would merge the second pass with the first, and keep all of it.
             chosen = params["prevent_cse"]
@@ -153,14 +157,14 @@ class _Writer:
             values = [next(apart) if c else v for v, c in zip(values, chosen, strict=True)]
         return self._run(body, values)
 
-    def _run(self, body: Any, values: Sequence[Any]) -> Outputs:
+    def _run(self, body: Any, values: Arrays) -> Outputs:
         return self.run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), values)
 
-    def _scan(self, params: dict[str, Any], values: list[Any]) -> Outputs:
+    def _scan(self, params: dict[str, Any], values: list[jax.Array]) -> Outputs:
         first, count = scan_counts(params)
         fixed, carried, rows = values[:first], values[first : first + count], values[first + count :]
 
-        def step(state: Any, row: Any) -> Any:
+        def step(state: State, row: list[jax.Array]) -> tuple[State, list[jax.Array]]:
             carried, report = state
             outs, found = self._run(params["jaxpr"], [*fixed, *carried, *row])
             return (outs[:count], _first([report, *found])), outs[count:]
@@ -169,14 +173,14 @@ class _Writer:
         (carried, report), columns = jax.lax.scan(step, (carried, _first([])), rows, **options)
         return [*carried, *columns], [report]
 
-    def _while(self, params: dict[str, Any], values: list[Any]) -> Outputs:
+    def _while(self, params: dict[str, Any], values: list[jax.Array]) -> Outputs:
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
-        def goes_on(carried: Sequence[Any], report: Report) -> Any:
+        def goes_on(carried: Arrays, report: Report) -> tuple[jax.Array, Report]:
             (more,), found = self._run(params["cond_jaxpr"], [*values[:first], *carried])
             return more, _first([report, *found])
 
-        def step(state: Any) -> Any:
+        def step(state: Any) -> State:
             carried, report, *_ = state
             outs, found = self._run(params["body_jaxpr"], [*values[first:second], *carried])
             return outs, _first([report, *found])
@@ -193,9 +197,9 @@ class _Writer:
         carried, report, _ = jax.lax.while_loop(lambda state: state[2], step_and_look, (values[second:], report, more))
         return carried, [report]
 
-    def _cond(self, params: dict[str, Any], values: list[Any]) -> Outputs:
-        def run(branch: Any) -> Callable[..., Any]:
-            def chosen(*operands: Any) -> Any:
+    def _cond(self, params: dict[str, Any], values: list[jax.Array]) -> Outputs:
+        def run(branch: ClosedJaxpr) -> Callable[..., State]:
+            def chosen(*operands: jax.Array) -> State:
                 outs, found = self._run(branch, operands)
                 return outs, _first(found)
 
@@ -204,7 +208,7 @@ class _Writer:
         outs, report = jax.lax.switch(values[0], list(map(run, params["branches"])), *values[1:])
         return outs, [report]
 
-    def _solve(self, params: dict[str, Any], values: list[Any]) -> Outputs:
+    def _solve(self, params: dict[str, Any], values: list[jax.Array]) -> Outputs:
         counts = params["const_lengths"]
         first = counts.matvec + counts.vecmat
         return self._run(params["jaxprs"].solve, [*values[first : first + counts.solve], *values[sum(counts) :]])

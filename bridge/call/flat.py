@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from ...jax_impl.program.trees import PyTree
 from ..base.errors import TraceError
 from ..derive.context import Call
+from ..derive.primitives import Arrays
 from ..effects.bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, restore
 from ..memory.trees import Structure, is_array, to_jax_tree
 from ..memory.values import unusual_stride
 from ..record.nodes import History
 from ..watch.places import Place
 from ..watch.walk import Walk
-from .pullbacks import pull_back
-
-Arrays = Sequence[Any]
+from .pullbacks import LinearMap, pull_back
 
 
 class Flat:
@@ -37,7 +37,7 @@ class Flat:
         """The call that this is derived from."""
         return self.base.root
 
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+    def run(self, call: Call, key: jax.Array, arrays: Arrays) -> list[jax.Array]:
         """The flat outputs, for arrays or tracers."""
         raise NotImplementedError
 
@@ -50,7 +50,7 @@ class Root(Flat):
     def __init__(
         self,
         key: Hashable,
-        body: Callable[..., Any],
+        body: Callable[..., PyTree],
         arguments: Sequence[torch.Tensor],
         captured: Sequence[torch.Tensor],
         walk: Walk,
@@ -66,7 +66,7 @@ class Root(Flat):
             self.strides = [unusual_stride(t) for t in arguments]
         self.histories: Sequence[History] = ()  # of the arguments, if the function asks for it
         self.only_maps = False  # it takes no derivatives of its own
-        self.static: Sequence[Any] = ()  # those of its arguments that are no inputs
+        self.static: Sequence[object] = ()  # those of its arguments that are no inputs
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
         self.before: list[Entry] = []  # what stood where the call has left something
         self.outline: Outline | None = None
@@ -75,7 +75,7 @@ class Root(Flat):
     def root(self) -> Root:  # no attribute: a reference to itself would keep tensors until the garbage is collected
         return self
 
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+    def run(self, call: Call, key: jax.Array, arrays: Arrays) -> list[jax.Array]:
         captured = zip(self.inputs[self.count :], arrays[self.count :], strict=True)
         call.key, call.has_floats, call.is_quiet = key, self.has_floats, self.is_quiet
         call.only_maps = self.only_maps
@@ -97,7 +97,7 @@ class Root(Flat):
         call.results = len(outputs)
         return outputs
 
-    def _leave(self, call: Call, arrays: Arrays, outputs: list[Any]) -> None:
+    def _leave(self, call: Call, arrays: Arrays, outputs: list[jax.Array]) -> None:
         """Add to the outputs what the call leaves behind."""
 
         def made(array: Any) -> int:
@@ -114,9 +114,9 @@ class Root(Flat):
             return Made(made(array)) if given is None else Given(given)
 
         call.effects = []
-        values: dict[int, Any] = {}  # a container in two places is one
-        standing: dict[Any, Any] = {}  # what functions before have left
-        last: Any = None
+        values: dict[int, Bound] = {}  # a container in two places is one
+        standing: dict[tuple[int, Hashable], Any] = {}  # what functions before have left
+        last: Sequence[Place] | None = None
         for places, effect, tensor in call.left:
             if places is not last:
                 last, values, standing = places, {}, {(e.place, e.key): e.after for e in call.effects}
@@ -134,7 +134,7 @@ class Root(Flat):
         call.updates = [(i, value) for i, value, has_history in written if i is not None and not has_history]
         call.carried = [(i, made(value)) for i, value, has_history in written if i is not None and has_history]
 
-    def _place(self, place: Place, key: Any) -> int:
+    def _place(self, place: Place, key: object) -> int:
         found = next((i for i, p in enumerate(self.walk.places) if p.owner is place.owner), None)
         if found is None:
             raise TraceError(f"the function writes to {place.name(key)}, which the call does not see: pass it in.")
@@ -155,7 +155,7 @@ class VectorJacobianProduct(Flat):
         self.key = "product", need, live, base.key
         self.first_cotangent = len(need)
 
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+    def run(self, call: Call, key: jax.Array, arrays: Arrays) -> list[jax.Array]:
         call.grad = True
         count = len(self.need)
         inputs = arrays[:count]
@@ -172,12 +172,12 @@ class Pushforward(Flat):
         self.base, self.need = base, need
         self.key = "pushforward", need, base.key
 
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+    def run(self, call: Call, key: jax.Array, arrays: Arrays) -> list[jax.Array]:
         call.grad = True
         count = len(self.need)
         inputs = arrays[:count]
 
-        def run(*needed: Any) -> list[Any]:
+        def run(*needed: jax.Array) -> list[jax.Array]:
             return self.base.run(call, key, _merge(self.need, needed, inputs))
 
         _, tangents = jax.jvp(run, [a for a, n in zip(inputs, self.need, strict=True) if n], list(arrays[count:]))
@@ -193,10 +193,10 @@ class Mapped(Flat):
         self.base, self.axes, self.size, self.same_draws = base, axes, size, same_draws
         self.key = "mapped", axes, size, same_draws, base.key
 
-    def run(self, call: Call, key: Any, arrays: Arrays) -> list[Any]:
+    def run(self, call: Call, key: jax.Array, arrays: Arrays) -> list[jax.Array]:
         call.has_rows = call.has_rows or maps_function(self.base, self.axes)
 
-        def run(row: Any, *arrays: Any) -> list[Any]:
+        def run(row: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
             own = key if self.same_draws else jax.random.fold_in(key, row)
             return self.base.run(call, own, arrays)
 
@@ -208,10 +208,12 @@ def maps_function(flat: Flat, axes: Sequence[int | None]) -> bool:
     return any(axis is not None for axis in axes[: len(flat.root.inputs)])
 
 
-def linearize(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Arrays) -> tuple[Any, Any, Any]:
+def linearize(
+    flat: Flat, call: Call, key: jax.Array, need: Sequence[bool], arrays: Arrays
+) -> tuple[list[jax.Array], LinearMap, list[jax.Array]]:
     """``jax.linearize`` in the inputs that ``need`` names: outputs, the linear map, and the new values of buffers."""
 
-    def run(*needed: Any) -> Any:
+    def run(*needed: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         outputs = flat.run(call, key, _merge(need, needed, arrays))
         kind = type(needed[0])
         call.moving = [type(o) is kind for o in outputs]  # the others depend on no needed input
@@ -220,7 +222,7 @@ def linearize(flat: Flat, call: Call, key: Any, need: Sequence[bool], arrays: Ar
     return jax.linearize(run, *(a for n, a in zip(need, arrays, strict=True) if n), has_aux=True)
 
 
-def _merge(need: Sequence[bool], needed: Arrays, arrays: Arrays) -> list[Any]:
+def _merge(need: Sequence[bool], needed: Arrays, arrays: Arrays) -> list[jax.Array]:
     rest = iter(needed)
     return [next(rest) if n else a for n, a in zip(need, arrays, strict=True)]
 
@@ -253,7 +255,7 @@ class Outline:
         return cls(call.shape, call.results, call.draws, *left, *answers, met, call.missing)
 
 
-def _none_for_integers(leaf: Any) -> Any:
+def _none_for_integers(leaf: object) -> object:
     """What JAX gives for the gradient of whole numbers has no elements; torch says None."""
     return None if getattr(leaf, "dtype", None) == jax.dtypes.float0 else leaf
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import torch
 
+from ...jax_impl.program.trees import PyTree
 from ..base import torch_internals as ti
 from ..base.errors import FloatsAreStatic, TraceError, user_line
 from ..base.user_code import is_partly_users
@@ -35,15 +37,15 @@ from .flat import Outline, Root
 MAPS = "__microtome_maps__"
 _AGAIN = 8  # times that a function is looked at anew, because it read by names that do not stand in it
 _MANY = 32  # compilations of one function after which a warning names it
-_COMPILED: collections.Counter[Any] = collections.Counter()
+_COMPILED: collections.Counter[types.CodeType] = collections.Counter()
 _Known = tuple[Outline, list[torch.Tensor]]
 
 
 def prepare(
-    jax_fun: Callable[..., Any],
+    jax_fun: Callable[..., PyTree],
     recompute: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     is_quiet: bool = False,
 ) -> tuple[Root, list[torch.Tensor]]:
     """The call as a flat function with its outline, and its inputs."""
@@ -59,7 +61,7 @@ def prepare(
             "result for a constant. Use torch.func.jvp or vjp, or leave the call out of what they trace."
         )
     for mode in ti.open_modes():
-        kind: Any = type(mode)
+        kind: type = type(mode)
         if is_partly_users(kind):
             raise TraceError(
                 f"{user_line()}: {kind.__name__} is open around a compiled call, and would see none of the "
@@ -98,10 +100,10 @@ class _Preparation:
     def __init__(
         self,
         split: tuple[list[Any], Structure],
-        jax_fun: Callable[..., Any],
+        jax_fun: Callable[..., PyTree],
         recompute: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         is_quiet: bool,
     ) -> None:
         leaves, self.structure = split
@@ -191,7 +193,7 @@ class _Preparation:
         root.only_maps = getattr(self.fun, "__dict__", {}).get(MAPS) is self.fun
         return root, list(map(ti.unwrap_if_dead, root.inputs))  # state may be left by a transform that is over
 
-    def _body(self, *arrays: Any) -> Any:
+    def _body(self, *arrays: jax.Array) -> PyTree:
         leaves = (weak_float(a) if i in self.floats else a for i, a in enumerate(arrays))
         args, kwargs = self.structure.join(leaves)
         return self.fun(*args, **kwargs)
@@ -236,7 +238,7 @@ def _warn_of_many(walk: Walk) -> None:
         )
 
 
-def _check_arguments(jax_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_arguments(jax_fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
     """Name the argument that holds a tensor which XLA cannot take, before anything is traced."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(to_jax_tree(bound_arguments(jax_fun, args, kwargs)))[0]:
         if isinstance(leaf, torch.Tensor) and not is_traced_tensor(leaf):
@@ -257,11 +259,11 @@ def _check_captured(walk: Walk) -> None:
                 raise type(error)(f"{path_name(path)}, which the function captures: {error}") from None
 
 
-def _moves_or_is_float(leaf: Any) -> bool:
+def _moves_or_is_float(leaf: object) -> bool:
     return type(leaf) is float or moves(leaf)
 
 
-def _tensor(leaf: Any, device: torch.device | None) -> torch.Tensor:
+def _tensor(leaf: object, device: torch.device | None) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
     if type(leaf) is float:

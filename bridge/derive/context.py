@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import torch
-from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import ClosedJaxpr, get_opaque_trace_state
 
 from ..base import torch_internals as ti
 from ..base.versions import mapping_trace
 from ..memory.dtypes import torch_dtype
+from ..memory.trees import Structure
 
 if TYPE_CHECKING:
     from ..effects.bindings import Basic, Effect, Entry
@@ -39,16 +40,16 @@ class Left(NamedTuple):
 class Call:
     """One trace of a compiled call."""
 
-    tensors: dict[int, Any]  # id of a captured tensor -> its tracer
+    tensors: dict[int, jax.Array]  # id of a captured tensor -> its tracer
     key: Any
     device: torch.device
     grad: bool  # whether torch records for autograd in the function
-    state: Any = None  # the trace in which buffers may be written
+    state: object = None  # the trace in which buffers may be written
     mapping: object = None
     missing: list[torch.Tensor] = dataclasses.field(default_factory=list)
     met: set[int] = dataclasses.field(default_factory=set)  # ids of the captured tensors that functions read or write
     # Captured tensors that are written to, their new values, and whether these have a history in autograd.
-    mutations: list[tuple[torch.Tensor, Any, bool]] = dataclasses.field(default_factory=list)
+    mutations: list[tuple[torch.Tensor, jax.Array, bool]] = dataclasses.field(default_factory=list)
     moved: set[int] = dataclasses.field(default_factory=set)  # ids of those that take the memory of the value too
     left: list[Left] = dataclasses.field(default_factory=list)
     before: list[Entry] = dataclasses.field(default_factory=list)  # what stood in places that hold stand-ins now
@@ -56,7 +57,8 @@ class Call:
     has_rows: bool = False  # the call runs for each row of torch.func.vmap
     effects: list[Effect] = dataclasses.field(default_factory=list)  # what each call leaves behind
     carried: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # inputs that take results as new values
-    updates: list[tuple[int, Any]] = dataclasses.field(default_factory=list)  # inputs that take values without history
+    # Inputs that take values without history.
+    updates: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
     numbers: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     repeats: collections.Counter[Hashable] = dataclasses.field(default_factory=collections.Counter)
     functions: list[Any] = dataclasses.field(default_factory=list)  # kept, for what a derivative asks to record later
@@ -75,8 +77,8 @@ class Call:
         default_factory=dict
     )  # by id, of arguments, if they are asked for
     # What recorded torch functions compute, by their program and the form of its inputs, while the call is compiled.
-    traces: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
-    shape: Any = None  # the structure of the results
+    traces: dict[Hashable, ClosedJaxpr] = dataclasses.field(default_factory=dict)
+    shape: Structure | None = None  # the structure of the results
     results: int = 0  # how many tensors the call gives, with what it leaves behind
     moving: list[bool] = dataclasses.field(default_factory=list)  # which outputs depend on a needed input
 
@@ -86,7 +88,7 @@ class Call:
         self.mutations, self.moved, self.left = [], set(), []
         self.repeats.clear()
 
-    def stand_in(self, array: Any) -> torch.Tensor:
+    def stand_in(self, array: jax.Array) -> torch.Tensor:
         """A tensor that stands for an array while the call is traced: functions that capture it find the array."""
         tensor = ti.blank(torch_dtype(array.dtype), array.shape, self.device)
         self.tensors[id(tensor)] = array
@@ -107,7 +109,7 @@ class Call:
         """Whether a transform that runs the function for several rows or steps (vmap, scan) stands in between."""
         return self.mapping is not mapping_trace()
 
-    def is_outside(self, value: Any) -> bool:
+    def is_outside(self, value: object) -> bool:
         """Whether a value does not differ between the rows of such a transform."""
         while isinstance(value, jax.core.Tracer) and getattr(value, "primal", None) is not None:
             value = value.primal

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend import core as jex
 
 from ...jax_impl.program.dataflow import dependent, scan_dependence, within
 from ...jax_impl.program.evaluate import PLAIN_CALLS, called
 from .functions import Backward, Forward, Linear
-from .primitives import Batched
+from .primitives import Batched, Program
 
 # What has no derivative rule of its own: its results depend on its operands as those of its program do.
 _CALLS = PLAIN_CALLS | {"checkpoint": "jaxpr", "remat2": "jaxpr"}
 
 
-def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+def dependent_outputs(jaxpr: jex.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Which results of a closed jaxpr depend on the inputs that are named."""
     return _depend(jaxpr.jaxpr, inputs)
 
 
-def _depend(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+def _depend(jaxpr: jex.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     found = dependent(jaxpr, inputs, _dependence)
     return [within(v, found) for v in jaxpr.outvars]
 
 
-def _dependence(equation: Any, given: list[bool]) -> list[bool]:
+def _dependence(equation: jex.JaxprEqn, given: list[bool]) -> list[bool]:
     """Which results of an operation depend on these operands."""
     every, program, body = [True] * len(equation.outvars), _program(equation), called(equation, _CALLS)
     if body is not None:
@@ -48,12 +47,12 @@ def _dependence(equation: Any, given: list[bool]) -> list[bool]:
     return every
 
 
-def read_inputs(jaxpr: Any) -> list[bool]:
+def read_inputs(jaxpr: jex.ClosedJaxpr) -> list[bool]:
     """Which inputs of a closed jaxpr have values that count; a linear map is read as its transpose reads it."""
     return _read(jaxpr.jaxpr)
 
 
-def _read(jaxpr: Any) -> list[bool]:
+def _read(jaxpr: jex.Jaxpr) -> list[bool]:
     read = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
     for equation in jaxpr.eqns:
         reads = [True] * len(equation.invars)
@@ -69,7 +68,7 @@ def _read(jaxpr: Any) -> list[bool]:
     return [v in read for v in jaxpr.invars]
 
 
-def _program(equation: Any) -> Any:
+def _program(equation: jex.JaxprEqn) -> Program | None:
     program = equation.params.get("program")
     while isinstance(program, Batched):
         program = program.inner

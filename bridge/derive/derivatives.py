@@ -9,8 +9,8 @@ number, so such derivatives are refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
@@ -20,6 +20,9 @@ from ..base.errors import NoForwardMode, TraceError, user_line
 from ..record.captured import recording
 from ..record.nodes import OF_FORM, Node, Ref
 from ..record.recorder import Barrier, Recorder
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+TensorFunction: TypeAlias = Callable[..., Tensors]
 
 # Ops whose result takes only its form from a tensor argument.
 _FORM_ONLY = OF_FORM | {"aten.fill", "aten.zero"}
@@ -36,8 +39,8 @@ _FLAT = frozenset(f"aten.{name}" for name in ("sign", "sgn", "round", "floor", "
 
 
 def with_captured(
-    fun: Any, count: int, captured: Sequence[torch.Tensor], mutated: set[int], *inputs: torch.Tensor
-) -> Any:
+    fun: TensorFunction, count: int, captured: Sequence[torch.Tensor], mutated: set[int], *inputs: torch.Tensor
+) -> Tensors:
     """Call ``fun`` with the captured tensors replaced by inputs, copies of those that it writes to."""
     # Buffers are written once, by the function itself, and not by its derivatives.
     inputs = tuple(t.clone() if i in mutated else t for i, t in enumerate(inputs))
@@ -51,7 +54,9 @@ def _tracked(inputs: Sequence[torch.Tensor], need: Sequence[bool]) -> list[torch
     return [x if not n or x.requires_grad else x.detach().requires_grad_() for x, n in zip(inputs, need, strict=True)]
 
 
-def vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any, moving: Sequence[int]) -> Sequence[torch.Tensor]:
+def vjp_rule(
+    fun: TensorFunction, inputs: Tensors, cotangents: Tensors, need: Sequence[bool], moving: Sequence[int]
+) -> Tensors:
     """Jᵀ c for the inputs that are needed."""
     inputs = _tracked(inputs, need)
     wanted = [x for x, n in zip(inputs, need, strict=True) if n]
@@ -72,7 +77,9 @@ def vjp_rule(fun: Any, inputs: Any, cotangents: Any, need: Any, moving: Sequence
     return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
 
 
-def jvp_rule(fun: Any, inputs: Any, tangents: Any, need: Any, moving: Sequence[int]) -> Sequence[torch.Tensor]:
+def jvp_rule(
+    fun: TensorFunction, inputs: Tensors, tangents: Tensors, need: Sequence[bool], moving: Sequence[int]
+) -> Tensors:
     """J t as the derivative of u -> Jᵀu, which is linear in u: every op that torch can differentiate twice has it."""
     inputs = _tracked(inputs, need)
     wanted = [x for x, n in zip(inputs, need, strict=True) if n]
@@ -119,7 +126,7 @@ def _refuse(line: str | None) -> None:
 
 def _has_own_jvp(outputs: Iterable[torch.Tensor]) -> bool:
     """Whether a user's Function that says itself how tangents move stands behind some output."""
-    seen: set[Any] = set()
+    seen: set[torch.autograd.graph.Node] = set()
     stack = [o.grad_fn for o in outputs]
     while stack:
         node = stack.pop()
@@ -133,7 +140,9 @@ def _has_own_jvp(outputs: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-def _pushed_forward(fun: Any, inputs: Any, tangents: Any, need: Any, moving: Sequence[int]) -> Sequence[torch.Tensor]:
+def _pushed_forward(
+    fun: TensorFunction, inputs: Tensors, tangents: Tensors, need: Sequence[bool], moving: Sequence[int]
+) -> Tensors:
     """J t by torch's own forward mode, which has one level."""
     current = recording()
     if current is None or current.recorder.pushes_forward:
@@ -233,5 +242,5 @@ def _read_by(node: Node) -> Iterable[int]:
     return (arg.node for arg in args if isinstance(arg, Ref))
 
 
-def _name(op: Any) -> str:
+def _name(op: object) -> str:
     return str(getattr(op, "overloadpacket", op))

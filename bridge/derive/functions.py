@@ -18,8 +18,8 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,10 @@ from ..record.pruning import for_outputs
 from ..record.recording import record
 from ..record.run import read, run
 from .derivatives import jvp_rule, vjp_rule, with_captured
-from .primitives import Arrays, Program, torch_call_p, torch_linear_p
+from .primitives import Arrays, Program, Tangents, torch_call_p, torch_linear_p
+
+P = TypeVar("P", bound=Program)
+T = TypeVar("T")
 
 
 class DeletedFunction(RuntimeError):
@@ -58,7 +61,7 @@ class Original:
         """``clocks`` says whether its code may read one; ``check`` refuses what its backward pass leaves behind."""
         self.fun, self.clocks, self.check = fun, clocks, check
         self.captured = list(known)
-        self.derived: dict[Any, tuple[TorchFunction, Original]] = {}
+        self.derived: dict[tuple[str, tuple[bool, ...], tuple[int, ...]], tuple[TorchFunction, Original]] = {}
 
     def record(
         self,
@@ -101,7 +104,7 @@ class TorchFunction:
         if keep:
             self.keep(source)
         self.arguments = list(metas)
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Hashable, Any] = {}
         needed = [m.differentiable and n for m, n in zip(metas, need or [False] * len(metas), strict=True)]
         needed += [Meta.of(t).differentiable and wants(t) for t in source.captured]
         graph, source.captured = source.record(self.arguments, needed, wants)
@@ -156,7 +159,7 @@ class TorchFunction:
             return part, True
         return self._record(need, list(itertools.compress(self.differentiable(need), live))), False
 
-    def program(self, kind: type[Any], *args: Any) -> Any:
+    def program(self, kind: Callable[..., P], *args: object) -> P:
         """The program of a kind, made once: equal calls then share their compiled code."""
         if (kind, args) not in self._programs:
             self._programs[kind, args] = kind(self, *args)
@@ -200,7 +203,7 @@ class Forward(Program):
         self.function = function
 
     @functools.cached_property
-    def avals(self) -> list[Any]:
+    def avals(self) -> list[jax.core.ShapedArray]:
         function = self.function
         return [m.aval for m in (*function.outputs, *(function.metas[i] for i in function.mutated))]
 
@@ -214,7 +217,7 @@ class Forward(Program):
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         return _evaluate(self.function.first, key, arrays, saving=False)
 
-    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def jvp(self, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         """Outputs and their tangents; residuals and mutations carry none."""
         function = self.function
         need = _needed(function.metas, tangents[1:])
@@ -230,7 +233,7 @@ class Forward(Program):
             outs = everything if self.need == need else torch_call_p.bind(*primals, program=self)
         given = [t for t, n in zip(tangents[1:], need, strict=True) if n]
         moved = torch_linear_p.bind(*primals, *saved, *given, program=function.program(Linear, need), linear=len(given))
-        out_tangents: list[Any] = [None] * len(outs)
+        out_tangents: list[jax.Array | None] = [None] * len(outs)
         for i, tangent in zip(differentiable, moved, strict=True):
             out_tangents[i] = tangent
         return outs, out_tangents
@@ -244,7 +247,7 @@ class Saving(Forward):
         self.need: tuple[bool, ...] = need
 
     @functools.cached_property
-    def avals(self) -> list[Any]:
+    def avals(self) -> list[jax.core.ShapedArray]:
         return [*Forward(self.function).avals, *(m.aval for m in self.function.graph(self.need).saved_metas())]
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
@@ -264,7 +267,7 @@ class Backward(Program):
         self.nodes = self.graph.backward_nodes if self.from_residuals else self.graph.all_backward_nodes
 
     @functools.cached_property
-    def avals(self) -> list[Any]:
+    def avals(self) -> list[jax.core.ShapedArray]:
         return [m.aval for m, n in zip(self.function.metas, self.need, strict=True) if n]
 
     def depends(self, given: Sequence[bool]) -> list[bool]:
@@ -277,7 +280,7 @@ class Backward(Program):
             for i, gradient in zip(needed, graph.gradients, strict=True)
         ]
 
-    def _split(self, arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    def _split(self, arrays: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
         inputs = len(self.function.metas)
         return (
             arrays[:inputs],
@@ -307,7 +310,7 @@ class Backward(Program):
             ]
             return watched(graph.backward_checks, functools.partial(read, values), gradients)
 
-    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def jvp(self, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         outs = torch_call_p.bind(*primals, program=self)
         inputs, _, cotangents = self._split(primals[1:])
         moved_inputs, _, moved_cotangents = self._split(tangents[1:])
@@ -326,17 +329,17 @@ class Linear(Program):
         self.function, self.need = function, need
 
     @functools.cached_property
-    def avals(self) -> list[Any]:
+    def avals(self) -> list[jax.core.ShapedArray]:
         return [self.function.outputs[i].aval for i in self.function.differentiable(self.need)]
 
-    def _inputs(self, arrays: Arrays) -> Arrays:
+    def _inputs(self, arrays: Sequence[T]) -> Sequence[T]:
         count = len(self.function.metas)
         return [*arrays[:count], *arrays[len(arrays) - sum(self.need) :]]
 
     def run(self, key: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         return self.function.jvp(self.need).program(Forward).run(key, *self._inputs(arrays))
 
-    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def jvp(self, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         linear = sum(self.need)
         outs = torch_linear_p.bind(*primals, program=self, linear=linear)
         if all(t is None for t in self._inputs(tangents[1:])[:-linear]):
@@ -356,7 +359,7 @@ class Linear(Program):
         found: Backward = self.function.program(Backward, self.need, every)
         return found
 
-    def transpose(self, residuals: Arrays, cotangents: Sequence[Any]) -> list[Any]:
+    def transpose(self, residuals: Arrays, cotangents: Tangents) -> Tangents:
         """Gradients for cotangents, None for one that is not there."""
         live = tuple(c is not None for c in cotangents)
         program = self.function.program(Backward, self.need, live)
@@ -373,5 +376,5 @@ def _evaluate(graph: Graph, key: jax.Array, arrays: Arrays, saving: bool) -> lis
         return watched(graph.forward_checks, functools.partial(read, values), results)
 
 
-def _needed(metas: Sequence[Meta], tangents: Sequence[Any]) -> tuple[bool, ...]:
+def _needed(metas: Sequence[Meta], tangents: Tangents) -> tuple[bool, ...]:
     return tuple(t is not None and m.differentiable for m, t in zip(metas, tangents, strict=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,17 @@ from ...jax_impl.program.inline import stands_for
 from ..base.versions import enable_x64
 from .context import current_call
 
-Arrays = Sequence[jax.Array]
+Arrays: TypeAlias = Sequence[jax.Array]
+Tangents: TypeAlias = Sequence[jax.Array | None]  # or cotangents; None stands for one that is not there
+
+Array = TypeVar("Array", jax.Array, jax.Array | None)
 
 
 class Program:
     """What the two primitives carry. It takes a key first, then arrays."""
 
     @property
-    def avals(self) -> list[Any]:
+    def avals(self) -> list[jax.core.ShapedArray]:
         """The types of the results."""
         raise NotImplementedError
 
@@ -38,11 +41,11 @@ class Program:
         """``run``, compiled."""
         return jax.jit(self.run)
 
-    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def jvp(self, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         """Compute the results and their tangents; None stands for a tangent that is not there."""
         raise NotImplementedError
 
-    def transpose(self, residuals: Arrays, cotangents: Sequence[Any]) -> list[Any]:
+    def transpose(self, residuals: Arrays, cotangents: Tangents) -> Tangents:
         """Compute the cotangents of the linear inputs; None stands for one that is not there."""
         raise NotImplementedError
 
@@ -52,7 +55,7 @@ class Program:
 
     def batched(self, axes: tuple[int | None, ...], size: int) -> Batched:
         """The program mapped over these axes of its inputs, made once."""
-        made: dict[Any, Batched] = self.__dict__.setdefault("_batched", {})
+        made: dict[tuple[tuple[int | None, ...], int], Batched] = self.__dict__.setdefault("_batched", {})
         if (axes, size) not in made:
             made[axes, size] = Batched(self, axes, size)
         return made[axes, size]
@@ -66,7 +69,7 @@ class Batched(Program):
         self.mapped = inner.mapped_outputs(axes)
 
     @functools.cached_property
-    def avals(self) -> list[Any]:
+    def avals(self) -> list[jax.core.ShapedArray]:
         pairs = zip(self.inner.avals, self.mapped, strict=True)
         return [a.update(shape=(self.size, *a.shape)) if mapped else a for a, mapped in pairs]
 
@@ -74,13 +77,13 @@ class Batched(Program):
         out_axes = [0 if mapped else None for mapped in self.mapped]
         return jax.vmap(self.inner.run, self.axes, out_axes, axis_size=self.size)(key, *arrays)
 
-    def jvp(self, primals: Arrays, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def jvp(self, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         given = [t for t in tangents if t is not None]
         where = [t is not None for t in tangents]
         moved_axes = [a for a, w in zip(self.axes, where, strict=True) if w]
         present: list[bool] = []
 
-        def rule(primals: Arrays, given: Arrays) -> tuple[list[Any], list[Any]]:
+        def rule(primals: Arrays, given: Arrays) -> tuple[Arrays, Arrays]:
             rest = iter(given)
             outs, moved = self.inner.jvp(primals, [next(rest) if w else None for w in where])
             present[:] = [t is not None for t in moved]
@@ -91,12 +94,12 @@ class Batched(Program):
         all_moved = [next(rest) if p else None for p in present]
         return self._as_mapped(outs), self._as_mapped(all_moved)
 
-    def _as_mapped(self, rows: Sequence[Any]) -> list[Any]:
+    def _as_mapped(self, rows: Sequence[Array]) -> list[Array]:
         """The first row of what is the same for all."""
         first = lambda r: r[0] if self.size else jnp.zeros(r.shape[1:], r.dtype)
         return [r if mapped or r is None else first(r) for r, mapped in zip(rows, self.mapped, strict=True)]
 
-    def transpose(self, residuals: Arrays, cotangents: Sequence[Any]) -> list[Any]:
+    def transpose(self, residuals: Arrays, cotangents: Tangents) -> Tangents:
         count = len(residuals)
         grads = jax.vmap(self.inner.transpose, (list(self.axes[:count]), 0), axis_size=self.size)(
             list(residuals), list(cotangents)
@@ -129,7 +132,7 @@ def _write_out(*arrays: jax.Array, program: Program, linear: int = 0) -> list[ja
         return program.run(*arrays)
 
 
-def _lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+def _lowering(ctx: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.ir.Value[Any]]:
     call = current_call()
     traced = None if call is None else call.traces.get((params["program"], tuple(ctx.avals_in)))
     with enable_x64():  # what a lowered function calls in its turn is lowered here too
@@ -138,11 +141,13 @@ def _lowering(ctx: Any, *args: Any, **params: Any) -> Any:
         return mlir.lower_fun(_run, multiple_results=True)(ctx, *args, **params)
 
 
-def _abstract(*avals: Any, program: Program, linear: int = 0) -> list[Any]:
+def _abstract(*avals: object, program: Program, linear: int = 0) -> list[jax.core.ShapedArray]:
     return program.avals
 
 
-def _jvp(primals: Arrays, tangents: Sequence[Any], *, program: Program, linear: int = 0) -> tuple[list[Any], list[Any]]:
+def _jvp(
+    primals: Arrays, tangents: Sequence[Any], *, program: Program, linear: int = 0
+) -> tuple[Arrays, list[jax.Array | ad.Zero]]:
     given = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
     outs, moved = program.jvp(primals, given)
     zeros = [ad.Zero(jax.typeof(o).to_tangent_aval()) for o in outs]
@@ -150,8 +155,8 @@ def _jvp(primals: Arrays, tangents: Sequence[Any], *, program: Program, linear: 
 
 
 def _batch(
-    arrays: Arrays, axes: Sequence[int | None], *, program: Program, **params: Any
-) -> tuple[list[Any], list[Any]]:
+    arrays: Arrays, axes: Sequence[int | None], *, program: Program, **params: int
+) -> tuple[Arrays, list[int | None]]:
     size = next(a.shape[d] for a, d in zip(arrays, axes, strict=True) if d is not None)
     primitive = torch_linear_p if params else torch_call_p
     mapped = program.batched(tuple(axes), size)
@@ -159,7 +164,9 @@ def _batch(
     return outs, [0 if m else None for m in mapped.mapped]
 
 
-def _transpose(cotangents: Sequence[Any], *arrays: Any, program: Program, linear: int) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], *arrays: Any, program: Program, linear: int
+) -> list[jax.Array | ad.Zero | None]:
     residuals = arrays[: len(arrays) - linear]
     if any(ad.is_undefined_primal(r) for r in residuals):
         raise NotImplementedError("torch_linear is linear in its tangents only")

@@ -12,7 +12,7 @@ from ..effects.running import no_place_for_exchange, no_place_for_state, no_plac
 from ..effects.side_effects import Watched, constants_left, first_replaced, is_value, tensors_in
 from ..record.captured import known_as_constants
 from ..watch.names import read_count
-from ..watch.places import read_entry, write
+from ..watch.places import Slot, read_entry, write
 from ..watch.walk import Walk
 from .functions import TorchFunction
 from .made import Made
@@ -23,7 +23,7 @@ def check_second_call(
     trace: Callable[[Walk], Made],
     walk: Walk,
     walk_again: Callable[[], Walk],
-    appended: Sequence[Any],
+    appended: Sequence[tuple[Slot, list[Any]]],
     is_repeatable: bool,
 ) -> list[str]:
     """Refuse what is kept where nothing is: a second call, or slice, would start from what the first one left.

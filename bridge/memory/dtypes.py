@@ -69,6 +69,6 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     raise TypeError(f"torch has no counterpart of JAX's {dtype}: {hint}.")
 
 
-def has_torch_dtype(dtype: Any) -> bool:
+def has_torch_dtype(dtype: object) -> bool:
     """Whether torch has a counterpart of an array's dtype."""
     return dtype in _TO_TORCH

@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -18,23 +18,27 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as torch_pytree
 
+from ...jax_impl.program.trees import PyTree
+
+Keys: TypeAlias = tuple[tuple[type, Hashable], ...]
+
 
 @jax.tree_util.register_pytree_with_keys_class
 class Dict(dict):  # type: ignore[type-arg]
     """A dict whose order survives JAX's tree functions, and whose keys 1 and True are two."""
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[tuple[type, Any], ...]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[jax.tree_util.DictKey, PyTree]], Keys]:
         return [(jax.tree_util.DictKey(k), v) for k, v in self.items()], tuple((type(k), k) for k in self)
 
     @classmethod
-    def tree_unflatten(cls, keys: tuple[tuple[type, Any], ...], values: Any) -> Dict:
+    def tree_unflatten(cls, keys: Keys, values: Iterable[PyTree]) -> Dict:
         return cls((key, value) for (_, key), value in zip(keys, values, strict=True))
 
 
 class _Container:
     """A node that only torch knows: its children, and how to build it again."""
 
-    def __init__(self, children: list[Any], build: _Build) -> None:
+    def __init__(self, children: list[PyTree], build: _Build) -> None:
         self.children, self.build = children, build
 
 
@@ -43,16 +47,16 @@ class _Build:
     """How a container is put together: the type, and the context or the field names that belong to it."""
 
     type: type
-    context: Any
+    context: object
     fields: tuple[str, ...] | None = None
 
     def __hash__(self) -> int:
         return hash((self.type, self.fields))
 
-    def __call__(self, children: list[Any]) -> Any:
+    def __call__(self, children: list[PyTree]) -> PyTree:
         if self.fields is None:
             return torch_pytree.SUPPORTED_NODES[self.type].unflatten_fn(children, self.context)
-        made: Any = object.__new__(self.type)
+        made: object = object.__new__(self.type)
         for name, child in zip(self.fields, children, strict=True):
             object.__setattr__(made, name, child)
         return made
@@ -63,7 +67,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def container(x: Any, children: list[Any], fields: tuple[str, ...]) -> Any:
+def container(x: object, children: list[PyTree], fields: tuple[str, ...]) -> _Container:
     """An object as a node of a tree, with the values of its fields as children."""
     return _Container(children, _Build(type(x), None, fields))
 
@@ -71,7 +75,7 @@ def container(x: Any, children: list[Any], fields: tuple[str, ...]) -> Any:
 class Rows:
     """An argument of a batched call with the number of each of its rows, by which random draws are told apart."""
 
-    def __init__(self, value: Any, index: Any) -> None:
+    def __init__(self, value: PyTree, index: jax.Array | int) -> None:
         self.value, self.index = value, index
 
 
@@ -89,10 +93,10 @@ jax.tree_util.register_pytree_with_keys(
 _JAX_NODES = (list, tuple, type(None), collections.OrderedDict, Dict, Rows, _Container)
 
 
-def to_jax_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
+def to_jax_tree(tree: PyTree, leaf: Callable[[Any], object] = lambda x: x) -> PyTree:
     """The same tree with containers that JAX can flatten and rebuild, ``leaf`` applied to the leaves."""
 
-    def convert(x: Any) -> Any:
+    def convert(x: PyTree) -> PyTree:
         kind = type(x)
         if isinstance(x, (torch.Tensor, torch.Size)):
             return leaf(x)
@@ -118,10 +122,10 @@ def to_jax_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
     return convert(tree)
 
 
-def to_torch_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
+def to_torch_tree(tree: PyTree, leaf: Callable[[Any], object] = lambda x: x) -> PyTree:
     """The way back of :func:`to_jax_tree`."""
 
-    def convert(x: Any) -> Any:
+    def convert(x: PyTree) -> PyTree:
         kind = type(x)
         if kind in (Dict, dict):
             return {k: convert(v) for k, v in x.items()}
@@ -140,11 +144,11 @@ def to_torch_tree(tree: Any, leaf: Callable[[Any], Any] = lambda x: x) -> Any:
     return convert(tree)
 
 
-def without_rows(tree: Any) -> tuple[Any, Any]:
+def without_rows(tree: PyTree) -> tuple[PyTree, jax.Array | int | None]:
     """The tree with each :class:`Rows` replaced by its value, and the first row numbers found (None without any)."""
-    found: list[Any] = []
+    found: list[jax.Array | int] = []
 
-    def strip(x: Any) -> Any:
+    def strip(x: PyTree) -> PyTree:
         if isinstance(x, Rows):
             found.append(x.index)
             return x.value
@@ -154,7 +158,9 @@ def without_rows(tree: Any) -> tuple[Any, Any]:
     return stripped, (found[0] if found else None)
 
 
-def bound_arguments(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound_arguments(
+    fun: Callable[..., object], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> dict[str, PyTree]:
     """The arguments of a call by parameter name, for messages."""
     try:
         return dict(inspect.signature(fun).bind(*args, **kwargs).arguments)
@@ -162,7 +168,7 @@ def bound_arguments(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return {f"argument {i}": value for i, value in enumerate(args)} | kwargs
 
 
-def argument_name(path: tuple[Any, ...]) -> str:
+def argument_name(path: tuple[object, ...]) -> str:
     """``params['w']`` for the path of a leaf of :func:`bound_arguments`."""
     first, *rest = path
     return str(getattr(first, "key", first)) + jax.tree_util.keystr(tuple(rest))
@@ -171,40 +177,40 @@ def argument_name(path: tuple[Any, ...]) -> str:
 class Structure(NamedTuple):
     """A tree without the leaves that move through a program: what stays, and how to put others in their places."""
 
-    treedef: Any
+    treedef: jax.tree_util.PyTreeDef
     moves: tuple[bool, ...]
-    fixed: tuple[Any, ...]
+    fixed: tuple[object, ...]
 
     @classmethod
-    def split(cls, tree: Any, moves: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
+    def split(cls, tree: PyTree, moves: Callable[[object], bool]) -> tuple[list[Any], Structure]:
         """The leaves that move, and the rest."""
         leaves, treedef = flatten(tree)
         flags = tuple(map(moves, leaves))
         moving = [leaf for leaf, m in zip(leaves, flags, strict=True) if m]
         return moving, cls(treedef, flags, tuple(leaf for leaf, m in zip(leaves, flags, strict=True) if not m))
 
-    def join(self, moving: Iterable[Any]) -> Any:
+    def join(self, moving: Iterable[object]) -> PyTree:
         """The tree with other leaves in the places of those that move."""
         rest, fixed = iter(moving), iter(self.fixed)
         return self.treedef.unflatten([next(rest) if m else next(fixed) for m in self.moves])
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Whether JAX takes a leaf as an array: tracers and NumPy's scalars included, Python's numbers not."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-def moves(leaf: Any) -> bool:
+def moves(leaf: object) -> bool:
     """Whether a leaf of the arguments is a tensor for a torch function, to which NumPy's scalars are numbers."""
     return isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray))
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
     """``jax.tree.flatten``, whose result type checkers do not know."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
-def _one_level(x: Any) -> tuple[list[Any], Callable[[Any], Any]] | None:
+def _one_level(x: PyTree) -> tuple[list[PyTree], Callable[[Iterable[PyTree]], PyTree]] | None:
     """Children and builder of a node known to JAX; None for a leaf."""
     children, treedef = flatten(x, is_leaf=lambda y: y is not x)
     if jax.tree_util.treedef_is_leaf(treedef) and treedef.num_leaves == 1:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import numpy as np
@@ -135,7 +134,7 @@ def tensor_to_array(tensor: torch.Tensor) -> jax.Array:
         raise
 
 
-def tensors_to_arguments(tensors: Iterable[torch.Tensor]) -> list[jax.Array | np.ndarray[Any, Any]]:
+def tensors_to_arguments(tensors: Iterable[torch.Tensor]) -> list[jax.Array | np.ndarray]:
     """Return the tensors in the form that a compiled function takes with the least overhead.
 
     Equivalent to `[tensor_to_array(tensor) for tensor in tensors]` for the arguments of `jax.jit(fun)`, except that a
@@ -157,7 +156,7 @@ def tensors_to_arguments(tensors: Iterable[torch.Tensor]) -> list[jax.Array | np
     return [_to_argument(tensor) if on_cpu else tensor_to_array(tensor) for tensor in tensors]
 
 
-def _to_argument(tensor: torch.Tensor) -> jax.Array | np.ndarray[Any, Any]:
+def _to_argument(tensor: torch.Tensor) -> jax.Array | np.ndarray:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         tensor = _plain_memory(tensor)
     if tensor.dtype in NUMPY_DTYPES and tensor.is_contiguous():
@@ -228,7 +227,7 @@ class _Exporter:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+    def __dlpack__(self, *, stream: int | None = None, **_: object) -> object:
         return to_dlpack(self._tensor) if self._tensor.is_cpu else self._tensor.__dlpack__(stream=stream)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -364,7 +363,7 @@ def unusual_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return tensor.stride()
 
 
-def is_interpreted(value: Any) -> bool:
+def is_interpreted(value: object) -> bool:
     """Whether a value is what stands for a tensor in torch2jax."""
     import torch2jax
 

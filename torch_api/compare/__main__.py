@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ def _load(name: str) -> Any:
     return found
 
 
-def _ordered(fun: Any, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+def _ordered(fun: Callable[..., object], arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The arguments: by the names of the function's parameters if all are among them, else in the file's order."""
     try:
         names = list(inspect.signature(getattr(fun, "forward", fun)).parameters)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ...bridge.memory.trees import to_jax_tree
+from ...jax_impl.program.trees import PyTree
 from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf, largest_value
 from .jax_side import JaxSide, array_to_tensor, port, traced
@@ -28,10 +29,10 @@ _COARSE = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "compl
 
 
 def compare(
-    torch_fun: Callable[..., Any],
-    jax_fun: Callable[..., Any] | None = None,
-    *args: Any,
-    params: Any = None,
+    torch_fun: Callable[..., PyTree],
+    jax_fun: Callable[..., PyTree] | None = None,
+    *args: PyTree,
+    params: PyTree = None,
     mapping: Mapping[str, Entry] | None = None,
     argnums: int | Sequence[int] | None = None,
     gradients: bool = True,
@@ -130,7 +131,7 @@ def compare(
     return run.report
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: object) -> object:
     if isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
         try:
             return array_to_tensor(as_numpy(leaf))
@@ -154,7 +155,13 @@ class _Comparison:
     report: Report
     precisions: dict[str, Precision] = dataclasses.field(default_factory=dict)
 
-    def against(self, jax_fun: Any, params: Any, mapping: Any, engines: Sequence[str]) -> None:
+    def against(
+        self,
+        jax_fun: Callable[..., PyTree] | None,
+        params: PyTree,
+        mapping: Mapping[str, Entry] | None,
+        engines: Sequence[str],
+    ) -> None:
         sides: list[JaxSide] = []
         if jax_fun is not None:
             sides += self._port(jax_fun, params, mapping)
@@ -189,7 +196,9 @@ class _Comparison:
                 self.report.notes.append(f"engine {engine!r} cannot trace the torch function: {_said(error)}")
         return sides
 
-    def _port(self, jax_fun: Any, params: Any, mapping: Any) -> list[JaxSide]:
+    def _port(
+        self, jax_fun: Callable[..., PyTree], params: PyTree, mapping: Mapping[str, Entry] | None
+    ) -> list[JaxSide]:
         try:
             side = port(self.ours, jax_fun, params, mapping)
         except mappings.Unmapped as error:
@@ -277,7 +286,7 @@ class _Comparison:
         self, side: JaxSide, pairs: list[int], low_draws: Draws, high_draws: Draws, precision: Precision
     ) -> None:
         highs = (False, True) if precision.has_float64 else (False,)
-        sections: dict[str, Callable[[bool, Draws], tuple[Any, Any]]] = {}
+        sections: dict[str, Callable[[bool, Draws], tuple[PyTree, PyTree]]] = {}
         weights = self.ours.weights(low_draws, self.seed)
         # A function that has its parameters built in says nothing about their gradients.
         known = self.ours.labels() if side.variables else self.ours.labels()[len(self.ours.trainable) :]
@@ -308,7 +317,13 @@ class _Comparison:
             self._rows(side.name, section, *results[0], results[1] if len(results) > 1 else None, precision)
 
     def _rows(
-        self, against: str, section: str, ours: Any, theirs: Any, both64: tuple[Any, Any] | None, precision: Precision
+        self,
+        against: str,
+        section: str,
+        ours: PyTree,
+        theirs: PyTree,
+        both64: tuple[PyTree, PyTree] | None,
+        precision: Precision,
     ) -> list[int] | None:
         """Add the rows of one section; where torch's leaves stand among JAX's, if all have a counterpart."""
         mine, other = _leaves(ours), _leaves(theirs)
@@ -426,7 +441,7 @@ class _Comparison:
             return locate_difference(judged, results.closed, results.inputs)
 
 
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
+def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """The outputs by their paths; a single one is ``output``."""
     leaves = leaf_paths(to_jax_tree(tree))
     return [(path or "output", leaf) for path, leaf in leaves]
@@ -441,7 +456,7 @@ def _places(ours: list[str], theirs: list[str]) -> list[int | None]:
     return places
 
 
-def _incomparable(leaf: Any) -> str:
+def _incomparable(leaf: object) -> str:
     """What an output is that cannot be compared; nothing if it can be."""
     if isinstance(leaf, torch.Tensor):
         dense = leaf.layout == torch.strided and not leaf.is_meta and not leaf.is_quantized
@@ -449,7 +464,7 @@ def _incomparable(leaf: Any) -> str:
     return "" if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)) else f"a {type(leaf).__name__}"
 
 
-def _same_bits(one: Any, two: Any) -> bool:
+def _same_bits(one: object, two: object) -> bool:
     a, b = as_numpy(one), as_numpy(two)
     return a.shape == b.shape and a.tobytes() == b.tobytes()
 
@@ -460,11 +475,11 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
-def _random(args: Any, seed: int) -> Any:
+def _random(args: PyTree, seed: int) -> PyTree:
     """Other inputs of the same shapes, dtypes and ranges."""
     generator = torch.Generator().manual_seed(seed)
 
-    def other(leaf: Any) -> Any:
+    def other(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or not leaf.numel():
             return leaf
         if leaf.dtype == torch.bool:

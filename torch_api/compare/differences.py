@@ -8,7 +8,8 @@ smaller than what rounding costs in the dtype given as float64's unit roundoff i
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import ml_dtypes
@@ -34,6 +35,8 @@ _OWN_ERRORS = 16
 _LEAST_ROUNDINGS = 8
 _FEW, _LEAST_ROUNDINGS_OF_FEW = 32, 32
 
+Pair: TypeAlias = tuple[object, object]  # torch's value and JAX's
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -54,7 +57,9 @@ class Precision:
         """Whether there is a float64 run."""
         return self.eps is not None
 
-    def coarse(self, low: np.ndarray, high: np.ndarray, eps: float, scale: float, told: Any = True) -> float:
+    def coarse(
+        self, low: np.ndarray, high: np.ndarray, eps: float, scale: float, told: np.ndarray | bool = True
+    ) -> float:
         """The error up to which the coarser dtype within is to blame, by torch's values in the dtype given and float64.
 
         Args:
@@ -76,7 +81,7 @@ class Precision:
         )
 
 
-def as_numpy(value: Any) -> np.ndarray:
+def as_numpy(value: object) -> np.ndarray:
     """A tensor, array or number as a NumPy array of the same dtype, which owns its memory."""
     if isinstance(value, torch.Tensor):
         value = value.detach().resolve_conj().resolve_neg().cpu()
@@ -87,7 +92,7 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def compare_leaf(
-    against: str, section: str, leaf: str, low: tuple[Any, Any], high: tuple[Any, Any] | None, scale: float, exact: Any
+    against: str, section: str, leaf: str, low: Pair, high: Pair | None, scale: float, exact: Precision
 ) -> Row:
     """The row of one leaf: torch's value and JAX's, in the dtype given and in float64.
 
@@ -144,7 +149,7 @@ def compare_leaf(
     return Row(*named, verdict, *numbers, high_error[0], high_error[1], index, values[0], values[1])
 
 
-def largest_value(ours: Any, theirs: Any, fine: Any = ()) -> float:
+def largest_value(ours: Sequence[object], theirs: Sequence[object], fine: Sequence[object] = ()) -> float:
     """The largest finite absolute value of torch's leaves, fillers aside; 0 without any.
 
     Args:
@@ -186,7 +191,7 @@ def _is_rounding(noise: float, high: float, largest: float, scale: float, eps: f
     return high <= max(allowed, coarse)
 
 
-def _same_dtype(ours: Any, one: np.dtype[Any], two: np.dtype[Any]) -> bool:
+def _same_dtype(ours: object, one: np.dtype, two: np.dtype) -> bool:
     """JAX without 64-bit types returns int32 for torch's int64, which is no fault of a port."""
     if isinstance(ours, torch.Tensor):
         one = np.dtype(jax_dtype(ours.dtype))
@@ -208,7 +213,7 @@ def _error(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(error), np.inf, error)
 
 
-def _largest(array: np.ndarray, where: Any = True) -> float:
+def _largest(array: np.ndarray, where: np.ndarray | bool = True) -> float:
     sizes = np.abs(array)
     return float(np.max(sizes, where=np.isfinite(sizes) & where, initial=0.0))
 
@@ -217,7 +222,7 @@ def _ratio(error: float, largest: float) -> float:
     return error / largest if largest > 0 else (0.0 if error == 0 else np.inf)
 
 
-def _eps(dtype: np.dtype[Any]) -> float:
+def _eps(dtype: np.dtype) -> float:
     return 0.0 if dtype.kind in "iub" else float(ml_dtypes.finfo(dtype).eps)
 
 

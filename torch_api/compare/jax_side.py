@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import torch
 from ...bridge import as_jax
 from ...bridge.base.versions import enable_x64
 from ...bridge.memory.trees import Structure, flatten, to_jax_tree, to_torch_tree
+from ...jax_impl.program.trees import PyTree
 from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf
 from .mapping import Entry, Unmapped, is_parameter, leaf_paths
@@ -25,12 +26,16 @@ from .report import Row
 from .runs import Widened
 from .torch_side import State, TorchSide, Weights, cast, floats, is_tensor
 
+T = TypeVar("T")
+Arrays: TypeAlias = Sequence[jax.Array]
+Parameters: TypeAlias = dict[str, Any]  # by their paths, arrays or tensors
+
 
 @dataclasses.dataclass(frozen=True)
 class Results:
     """What a JAX function returned, with the masks that it drew and its program (None where it cannot be traced)."""
 
-    outputs: Any
+    outputs: PyTree
     masks: list[Mask]
     closed: Any
     inputs: list[jax.Array]
@@ -50,14 +55,14 @@ class JaxSide:
     """
 
     name: str
-    call: Callable[[dict[str, Any], Any], Any]
-    parameters: Callable[[State, bool], dict[str, Any]]
+    call: Callable[[Parameters, PyTree], PyTree]
+    parameters: Callable[[State, bool], Parameters]
     variables: list[str]
     made_of: Mapping[str, Entry]
-    given: dict[str, Any] = dataclasses.field(default_factory=dict)
+    given: Parameters = dataclasses.field(default_factory=dict)
     _results: dict[bool, Results] = dataclasses.field(default_factory=dict)
 
-    def scope(self, high: bool) -> Any:
+    def scope(self, high: bool) -> contextlib.AbstractContextManager[None]:
         """Where a run happens: an engine's results are torch's, which needs 64-bit types; a port's own are not."""
         return enable_x64() if high or self.name != "jax" else contextlib.nullcontext()
 
@@ -76,14 +81,14 @@ class JaxSide:
                 rows.append(row)
         return rows
 
-    def program(self, ours: TorchSide, high: bool) -> tuple[Callable[..., Any], list[jax.Array]]:
+    def program(self, ours: TorchSide, high: bool) -> tuple[Callable[..., PyTree], list[jax.Array]]:
         """The call as a flat function, and its inputs: parameters, then the tensors of the arguments."""
         state = {name: cast(tensor, high) for name, tensor in ours.state.items()}
         parameters = self.parameters(state, high)
         leaves, structure = Structure.split(ours.args, is_tensor)
         tensors = [cast(leaf, high) for leaf in leaves]
 
-        def flat(*inputs: Any) -> Any:
+        def flat(*inputs: jax.Array) -> PyTree:
             named = dict(zip(parameters, inputs, strict=False))
             return to_jax_tree(self.call(named, to_torch_tree(structure.join(inputs[len(parameters) :]))))
 
@@ -114,7 +119,7 @@ class JaxSide:
             again = jax.tree.leaves(_arrays(flat(*inputs)))
         return [x.tobytes() for x in again] == [x.tobytes() for x in jax.tree.leaves(first.outputs)]
 
-    def gradient(self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int]) -> dict[str, Any]:
+    def gradient(self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int]) -> dict[str, torch.Tensor]:
         """The gradient of the weighted outputs, in torch's layout."""
         with self.scope(high):
             flat, inputs = self.program(ours, high)
@@ -122,7 +127,9 @@ class JaxSide:
             found = self._jitted(gradient)(*inputs)
         return self._pull(ours, high, found)
 
-    def row_gradients(self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int]) -> dict[str, Any]:
+    def row_gradients(
+        self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
         """The gradients of each example, in torch's layout."""
         rows = []
         with self.scope(high):
@@ -137,14 +144,14 @@ class JaxSide:
 
     def hvp(
         self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int], direction: Mapping[str, np.ndarray]
-    ) -> dict[str, Any]:
+    ) -> dict[str, torch.Tensor]:
         """The Hessian of the weighted outputs times a direction, in torch's layout."""
         with self.scope(high):
             flat, inputs = self.program(ours, high)
             gradient, chosen = self._gradient_fun(ours, flat, inputs, weights, places)
             along = self._push(ours, high, direction)
 
-            def of_chosen(*values: Any) -> Any:
+            def of_chosen(*values: jax.Array) -> Arrays:
                 full = list(inputs)
                 for i, value in zip(chosen, values, strict=True):
                     full[i] = value
@@ -157,19 +164,19 @@ class JaxSide:
     def _gradient_fun(
         self,
         ours: TorchSide,
-        flat: Callable[..., Any],
+        flat: Callable[..., PyTree],
         inputs: list[jax.Array],
         weights: Weights,
         places: Sequence[int],
-    ) -> tuple[Callable[..., Any], list[int]]:
+    ) -> tuple[Callable[..., Arrays], list[int]]:
         """The gradient of the weighted outputs with respect to the inputs of the numbers returned."""
         start = len(inputs) - len(ours.leaves())
         paths = list(self.parameters({k: t.detach() for k, t in ours.state.items()}, False))
         chosen = [*map(paths.index, self.variables), *(start + n for n in ours.chosen)]
 
-        def value(*inputs: Any) -> Any:
-            outputs: list[Any] = jax.tree.leaves(flat(*inputs))
-            total: Any = 0.0
+        def value(*inputs: jax.Array) -> jax.Array:
+            outputs: list[jax.Array] = jax.tree.leaves(flat(*inputs))
+            total: jax.Array | float = 0.0
             for weight, place in zip(weights, places, strict=True):
                 if weight is not None:
                     output = outputs[place]
@@ -179,11 +186,11 @@ class JaxSide:
 
         return (jax.grad(value, tuple(chosen)) if chosen else lambda *inputs: []), chosen
 
-    def _jitted(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def _jitted(self, fun: Callable[..., T]) -> Callable[..., T]:
         """The function compiled; as it is, where it asks for values (NumPy, ``if``)."""
         fast = compiled(fun)
 
-        def call(*args: Any) -> Any:
+        def call(*args: object) -> T:
             try:
                 return fast(*args)
             except jax.errors.JAXTypeError:
@@ -199,7 +206,7 @@ class JaxSide:
             tangents[name] = torch.from_numpy(direction[name]).to(state[name])
         names = [n for n in state if floats(state[n])]
 
-        def of(*values: torch.Tensor) -> Any:
+        def of(*values: torch.Tensor) -> dict[str, torch.Tensor]:
             return mappings.apply(self.made_of, ours.full(state | dict(zip(names, values, strict=True))))
 
         pushed: dict[str, torch.Tensor] = {}
@@ -213,7 +220,7 @@ class JaxSide:
         ]
         return [jnp.asarray(as_numpy(x)) for x in (*(pushed[path] for path in self.variables), *along)]
 
-    def _pull(self, ours: TorchSide, high: bool, found: Iterable[Any]) -> dict[str, Any]:
+    def _pull(self, ours: TorchSide, high: bool, found: Iterable[jax.Array]) -> dict[str, torch.Tensor]:
         """Gradients in JAX's layout as those of torch's parameters: by the derivative of the mapping, transposed.
 
         JAX's gradients of complex numbers are the conjugates of torch's.
@@ -222,7 +229,7 @@ class JaxSide:
             torch.from_numpy(np.conj(a)) if a.dtype.kind == "c" else array_to_tensor(a) for a in map(as_numpy, found)
         ]
         count, labels = len(self.variables), ours.labels()
-        pulled: dict[str, Any] = {}
+        pulled: dict[str, torch.Tensor] = {}
         if self.variables:
             state = {name: cast(tensor, high) for name, tensor in ours.state.items()}
             variables = [state[name].requires_grad_() for name in ours.trainable]
@@ -237,7 +244,7 @@ class JaxSide:
         return pulled | dict(zip(labels[len(ours.trainable) :], grads[count:], strict=True))
 
 
-def _arrays(tree: Any) -> Any:
+def _arrays(tree: PyTree) -> PyTree:
     """The leaves as NumPy arrays, Python's numbers in the dtypes that JAX gives them."""
     return jax.tree.map(lambda leaf: as_numpy(jnp.asarray(leaf)), tree)
 
@@ -254,13 +261,13 @@ def traced(ours: TorchSide, engine: str) -> JaxSide:
     if engine == "torch2jax" and ours.module is not None:  # it cannot take a module's parameters as arguments
         given, high = copy.deepcopy(ours.module), copy.deepcopy(ours.module).double()
 
-        def captured(_: Any, args: Any) -> Any:
+        def captured(_: object, args: PyTree) -> PyTree:
             wide = any(leaf.dtype in (jnp.float64, jnp.complex128) for leaf in jax.tree.leaves(args))
             return as_jax(high if wide else given, "torch2jax")(*to_jax_tree(args))
 
         return JaxSide(engine, captured, lambda state, high: {}, [], {})
 
-    def torch_fun(state: State, args: Any) -> Any:
+    def torch_fun(state: State, args: PyTree) -> PyTree:
         given = [leaf.dtype for leaf in jax.tree.leaves(to_jax_tree((state, args))) if is_tensor(leaf)]
         # The float64 run makes its own tensors float64, as the eager one does.
         wide = torch.float64 in given or torch.complex128 in given
@@ -274,7 +281,9 @@ def traced(ours: TorchSide, engine: str) -> JaxSide:
     return JaxSide(engine, call, lambda state, high: dict(state), list(ours.trainable), made_of)
 
 
-def port(ours: TorchSide, jax_fun: Callable[..., Any], params: Any, mapping: Mapping[str, Entry] | None) -> JaxSide:
+def port(
+    ours: TorchSide, jax_fun: Callable[..., PyTree], params: PyTree, mapping: Mapping[str, Entry] | None
+) -> JaxSide:
     """The caller's JAX function with its parameters.
 
     Raises:
@@ -296,12 +305,12 @@ def port(ours: TorchSide, jax_fun: Callable[..., Any], params: Any, mapping: Map
     given = {p: v for p, v in values.items() if is_parameter(v) and not isinstance(v, jax.ShapeDtypeStruct)}
     empty = [p for p, v in values.items() if isinstance(v, jax.ShapeDtypeStruct) and p not in entries]
 
-    def parameters(state: State, high: bool) -> dict[str, Any]:
+    def parameters(state: State, high: bool) -> Parameters:
         filled = mappings.apply({p: e for p, e in entries.items() if p not in given}, ours.full(state))
         own = {p: cast(array_to_tensor(as_numpy(v)), high) for p, v in given.items()}
         return {p: (own | filled)[p] for p in paths if p in own or p in filled}
 
-    def call(parameters: dict[str, Any], args: Any) -> Any:
+    def call(parameters: Parameters, args: PyTree) -> PyTree:
         return jax_fun(structure.unflatten([parameters.get(p, values[p]) for p in paths]), *args)
 
     side = JaxSide("jax", call, parameters, list(entries), entries, given)

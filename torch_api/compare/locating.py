@@ -19,9 +19,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.extend.core import ClosedJaxpr
 
 from .differences import Precision, as_numpy
 from .programs import run, unseen
@@ -53,7 +55,7 @@ class Values:
             dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact)) and int(np.prod(value.shape)) in self._arrays
         )
 
-    def add(self, value: Any) -> None:
+    def add(self, value: object) -> None:
         """Keep one value, if it may be searched for; without what is repeated along an axis, too."""
         if self.takes(value):
             array = _wide(np.asarray(value)).squeeze()
@@ -168,7 +170,7 @@ def _tolerance(fine: Seen, low: Seen, precision: Precision) -> float:
     return max(fine.tolerance, precision.coarse(_array(low), array, eps, 0.0) / largest)
 
 
-def locate(calls: list[ModuleCall], closed: Any, inputs: list[Any]) -> Location | None:
+def locate(calls: list[ModuleCall], closed: ClosedJaxpr, inputs: list[jax.Array]) -> Location | None:
     """The first submodule whose output the JAX program does not compute; None if it computes and returns all.
 
     Args:

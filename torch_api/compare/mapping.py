@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
 import torch
 
+from ...jax_impl.program.trees import PyTree
+
+Parameter: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 State = Mapping[str, torch.Tensor]
 
 
@@ -93,12 +96,12 @@ class Unmapped(Exception):
         self.problems, self.side = problems, side
 
 
-def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
+def leaf_paths(tree: PyTree) -> list[tuple[str, Any]]:
     """The leaves of a pytree with their dotted paths."""
     return [(".".join(map(_key, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def _key(entry: Any) -> str:
+def _key(entry: object) -> str:
     for name in ("key", "idx", "name"):
         if hasattr(entry, name):
             return str(getattr(entry, name))
@@ -114,7 +117,7 @@ def apply(mapping: Mapping[str, Entry], state: State) -> dict[str, torch.Tensor]
     return {path: state[entry] if isinstance(entry, str) else entry(state) for path, entry in mapping.items()}
 
 
-def problems(mapping: Mapping[str, Entry], state: State, params: Any) -> list[str]:
+def problems(mapping: Mapping[str, Entry], state: State, params: PyTree) -> list[str]:
     """What is wrong with a mapping for these parameters: names and leaves that are not there, shapes that differ."""
     leaves = {path: leaf for path, leaf in leaf_paths(params) if is_parameter(leaf)}
     found = [f"the mapping names {path!r}, which the JAX parameters lack" for path in mapping if path not in leaves]
@@ -135,7 +138,7 @@ def problems(mapping: Mapping[str, Entry], state: State, params: Any) -> list[st
     return found
 
 
-def is_parameter(leaf: Any) -> bool:
+def is_parameter(leaf: Any) -> TypeGuard[Parameter]:
     """Whether a leaf of a JAX tree is data of floats: an array, or the shape of one."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and jax.numpy.issubdtype(leaf.dtype, np.inexact)
 

@@ -6,18 +6,21 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ...jax_impl.program import evaluate as programs
 from ...jax_impl.program.dataflow import pruned
 from ...jax_impl.program.evaluate import bind, called
+from ...jax_impl.program.trees import PyTree
 from ...jax_impl.program.versions import scan_counts
 
-See = Callable[[Any, list[Any], list[Any]], None]  # (equation, its inputs, its outputs)
+T = TypeVar("T")
+See: TypeAlias = Callable[[JaxprEqn, list[jax.Array], list[jax.Array]], None]  # (equation, its inputs, its outputs)
 
 _UNROLLED = 128  # steps up to which a scan is looked into
 # Operations that move numbers, or make exact ones, and so never round.
@@ -41,30 +44,30 @@ class Mask:
     probability: float | None
 
 
-def trace(fun: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
+def trace(fun: Callable[..., PyTree], inputs: Sequence[jax.Array]) -> tuple[ClosedJaxpr, jax.tree_util.PyTreeDef]:
     """The program of a function on these inputs, traced anew, and the structure of its results."""
     closed, shapes = jax.make_jaxpr(lambda *inputs: fun(*inputs), return_shape=True)(*inputs)
     return closed, jax.tree.structure(shapes)
 
 
-def is_same(one: Any, two: Any) -> bool:
+def is_same(one: ClosedJaxpr, two: ClosedJaxpr) -> bool:
     """Whether two traces of a function gave the same program, constants included."""
     text = lambda closed: re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))  # functions are printed with addresses
     bits = lambda closed: [np.asarray(c).tobytes() for c in closed.consts if not _is_key(c)]
     return text(one) == text(two) and bits(one) == bits(two)
 
 
-def _is_key(value: Any) -> bool:
+def _is_key(value: object) -> bool:
     dtype: Any = getattr(value, "dtype", None)
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(fun: Callable[..., T]) -> Callable[..., T]:
     """``jax.jit`` for a function that runs a few times: code that is slower, made in a fifth of the time."""
     return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def evaluate(closed: Any, inputs: Sequence[Any], see: See) -> list[Any]:
+def evaluate(closed: ClosedJaxpr, inputs: Sequence[jax.Array], see: See) -> list[jax.Array]:
     """Run a program one operation after another, and show each with its inputs and outputs.
 
     Operations whose results nothing uses are left out, as XLA does: they are not what the function computes.
@@ -72,7 +75,7 @@ def evaluate(closed: Any, inputs: Sequence[Any], see: See) -> list[Any]:
     loops count as one operation.
     """
 
-    def compute(equation: Any, values: list[Any]) -> list[Any]:
+    def compute(equation: JaxprEqn, values: list[jax.Array]) -> list[jax.Array]:
         outputs = _run(equation, values, see)
         see(equation, values, outputs)
         return outputs
@@ -81,7 +84,7 @@ def evaluate(closed: Any, inputs: Sequence[Any], see: See) -> list[Any]:
     return programs.evaluate(used.jaxpr, used.consts, inputs, compute)
 
 
-def _run(equation: Any, values: list[Any], see: See) -> list[Any]:
+def _run(equation: JaxprEqn, values: list[jax.Array], see: See) -> list[jax.Array]:
     name, parameters = equation.primitive.name, equation.params
     if name == "scan" and parameters["length"] <= _UNROLLED:
         return _run_scan(parameters, values, see)
@@ -91,11 +94,11 @@ def _run(equation: Any, values: list[Any], see: See) -> list[Any]:
     return bind(equation, values)
 
 
-def _run_scan(parameters: dict[str, Any], values: list[Any], see: See) -> list[Any]:
+def _run_scan(parameters: dict[str, Any], values: list[jax.Array], see: See) -> list[jax.Array]:
     constants, carries = scan_counts(parameters)
     fixed, carry, slices = values[:constants], values[constants : constants + carries], values[constants + carries :]
     steps = range(parameters["length"])
-    rows: list[tuple[int, list[Any]]] = []
+    rows: list[tuple[int, list[jax.Array]]] = []
     for i in reversed(steps) if parameters["reverse"] else steps:
         outputs = evaluate(parameters["jaxpr"], [*fixed, *carry, *(x[i] for x in slices)], see)
         carry = outputs[:carries]
@@ -106,11 +109,11 @@ def _run_scan(parameters: dict[str, Any], values: list[Any], see: See) -> list[A
     return [*carry, *(jnp.stack(column) for column in columns)]
 
 
-def _is_draw(equation: Any) -> bool:
+def _is_draw(equation: JaxprEqn) -> bool:
     return str(equation.params.get("name", "")).strip("_") == "bernoulli"
 
 
-def equations(closed: Any) -> Iterator[Any]:
+def equations(closed: ClosedJaxpr) -> Iterator[JaxprEqn]:
     """All operations of a program, those of its inner programs included, draws taken as one."""
     for equation in closed.jaxpr.eqns:
         yield equation
@@ -126,8 +129,8 @@ def equations(closed: Any) -> Iterator[Any]:
 
 
 def run(
-    closed: Any, inputs: Sequence[Any], wanted: Callable[[Any], bool] = lambda value: False
-) -> tuple[list[Any], list[Mask], list[Any]]:
+    closed: ClosedJaxpr, inputs: Sequence[jax.Array], wanted: Callable[[jax.Array], bool] = lambda value: False
+) -> tuple[list[jax.Array], list[Mask], list[jax.Array]]:
     """Run a program, compiled, and take out what it computes on the way.
 
     Args:
@@ -139,11 +142,11 @@ def run(
         The results, the masks drawn by ``jax.random.bernoulli`` in their order, and the wanted values.
     """
 
-    def whole(*inputs: Any) -> Any:
-        drawn: list[Any] = []
-        taken: list[Any] = []
+    def whole(*inputs: jax.Array) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array | float]], list[jax.Array]]:
+        drawn: list[tuple[jax.Array, jax.Array | float]] = []
+        taken: list[jax.Array] = []
 
-        def see(equation: Any, values: list[Any], outputs: list[Any]) -> None:
+        def see(equation: JaxprEqn, values: list[jax.Array], outputs: list[jax.Array]) -> None:
             taken.extend(filter(wanted, outputs))
             if _is_draw(equation):
                 floats = [v for v in values if jnp.issubdtype(jnp.result_type(v), np.floating)]
@@ -156,7 +159,7 @@ def run(
     return results, masks, taken
 
 
-def unseen(closed: Any) -> list[str]:
+def unseen(closed: ClosedJaxpr) -> list[str]:
     """The loops and conditionals that :func:`evaluate` takes as one operation, each with its line."""
     found = []
     for equation in equations(closed):
@@ -166,7 +169,7 @@ def unseen(closed: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def coarse_operations(closed: Any) -> dict[str, str]:
+def coarse_operations(closed: ClosedJaxpr) -> dict[str, str]:
     """The dtypes coarser than float64 in which a program computes, each with the line of the first such operation."""
     found: dict[str, str] = {}
     for equation in equations(closed):
@@ -182,14 +185,14 @@ def coarse_operations(closed: Any) -> dict[str, str]:
     return found
 
 
-def _is_float(aval: Any, least: int) -> bool:
+def _is_float(aval: object, least: int) -> TypeGuard[jax.core.ShapedArray]:
     dtype = getattr(aval, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return False
     return dtype.itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1) >= least
 
 
-def _line(equation: Any) -> str:
+def _line(equation: JaxprEqn) -> str:
     """``file.py:12`` of the user's line."""
     try:
         source_info_util: Any = importlib.import_module("jax._src.source_info_util")

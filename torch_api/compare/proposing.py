@@ -14,11 +14,12 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from .mapping import ParameterMapping, Source, State, is_parameter, leaf_paths, named_tensors
+from ...jax_impl.program.trees import PyTree
+from .mapping import Parameter, ParameterMapping, Source, State, is_parameter, leaf_paths, named_tensors
 from .naming import kind, likeness, words
 
 
-def propose_mapping(state: State | torch.nn.Module, params: Any) -> ParameterMapping:
+def propose_mapping(state: State | torch.nn.Module, params: PyTree) -> ParameterMapping:
     """Propose the torch source of each leaf of a JAX pytree, from names, shapes and values.
 
     Recognises renamed leaves (``kernel``, ``scale``, ``wq``), transposed and convolution kernels, axes split into
@@ -86,7 +87,7 @@ def _reshaped(shape: Sequence[int], wanted: tuple[int, ...]) -> list[dict[str, A
     return ways
 
 
-def _units(state: State, leaves: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+def _units(state: State, leaves: Mapping[str, Parameter]) -> list[tuple[str, int, int]]:
     """What a leaf may be made of alone: each tensor, and the parts of those that look fused (name, part, parts)."""
     shapes = {tuple(leaf.shape) for leaf in leaves.values()}
     units = []
@@ -103,7 +104,7 @@ def _units(state: State, leaves: Mapping[str, Any]) -> list[tuple[str, int, int]
     return units
 
 
-def _assign(leaves: Mapping[str, Any], units: list[tuple[str, int, int]], state: State) -> dict[str, Source]:
+def _assign(leaves: Mapping[str, Parameter], units: list[tuple[str, int, int]], state: State) -> dict[str, Source]:
     """The pairing of leaves and units with the most equal values, and then with the best names in all."""
     from scipy.optimize import linear_sum_assignment  # JAX requires scipy; only this needs it
 
@@ -156,7 +157,7 @@ def _close(one: tuple[float, float], two: tuple[float, float] | None) -> bool:
     )
 
 
-def _join(leaves: Mapping[str, Any], state: State) -> dict[str, Source]:
+def _join(leaves: Mapping[str, Parameter], state: State) -> dict[str, Source]:
     """The leaves made of several tensors (one of each layer, stacked; query, key and value, fused), by better names."""
     offers: list[tuple[float, str, Source]] = []
     layers, siblings = _layers(state), _siblings(state)
@@ -220,7 +221,7 @@ def _siblings(state: State) -> dict[str, list[str]]:
 # Values
 
 
-def _given(leaf: Any) -> np.ndarray | None:
+def _given(leaf: Parameter) -> np.ndarray | None:
     """The numbers of a leaf; None for a shape alone."""
     return None if isinstance(leaf, jax.ShapeDtypeStruct) else _wide(np.asarray(leaf))
 
@@ -236,7 +237,7 @@ def _wide(array: np.ndarray) -> np.ndarray:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-def _equal(source: Source, given: np.ndarray, dtype: Any, state: State) -> Iterator[Source]:
+def _equal(source: Source, given: np.ndarray, dtype: np.dtype, state: State) -> Iterator[Source]:
     """The sources like this one that make the numbers of a leaf: other orders of axes and names, windows reversed."""
     part = _part(source, state)
     if part.is_meta:
@@ -276,7 +277,7 @@ def _fits(source: Source, shape: Sequence[int], state: State) -> bool:
 Way = tuple[tuple[int, ...], tuple[int, ...]]  # the order of the axes, and those that are reversed
 
 
-def _orient(found: dict[str, Source], leaves: Mapping[str, Any], state: State) -> None:
+def _orient(found: dict[str, Source], leaves: Mapping[str, Parameter], state: State) -> None:
     """Choose the order of the axes by value, as leaves of the same kind have it by value or shape, else by custom."""
     votes: dict[str, Counter[Way]] = {}
     telling: dict[str, tuple[list[Source], bool]] = {}

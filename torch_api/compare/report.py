@@ -47,8 +47,8 @@ class Row:
     absolute64: float | None = None
     relative64: float | None = None
     index: tuple[int, ...] | None = None
-    torch_value: Any = None
-    jax_value: Any = None
+    torch_value: float | complex | None = None
+    jax_value: float | complex | None = None
     detail: str = ""
 
     def cells(self) -> list[str]:
@@ -228,7 +228,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     return "" if value is None else f"{value:.8g}" if isinstance(value, (float, complex)) else str(value)
 
 
@@ -239,7 +239,7 @@ def _columns(table: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """The value with what JSON lacks (NaN, infinities, complex numbers) as text."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...jax_impl.program.trees import PyTree
 from .programs import Mask
 
 _FACTORIES = {torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.linspace, torch.logspace, torch.arange}
@@ -40,7 +42,9 @@ class Widened(TorchFunctionMode):
     matrices), those that it captured.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: PyTree = (), kwargs: PyTree = None
+    ) -> object:
         kwargs = kwargs or {}
         try:
             made = func(*args, **kwargs)
@@ -77,7 +81,9 @@ class Draws(TorchDispatchMode):
         with self:
             yield
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None
+    ) -> object:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if name not in _DRAWS:
@@ -97,7 +103,7 @@ class Draws(TorchDispatchMode):
         mask = self._mask(args[0], float(keep), func)
         return args[0].copy_(mask) if name == "bernoulli_" else mask.to(args[0].dtype)
 
-    def _mask(self, like: torch.Tensor, keep: float, func: Any) -> torch.Tensor:
+    def _mask(self, like: torch.Tensor, keep: float, func: object) -> torch.Tensor:
         """The next mask, True for what is kept."""
         place, self.count = self.count, self.count + 1
         if place < len(self.given):
@@ -133,7 +139,9 @@ class Watching(TorchDispatchMode):
         super().__init__()
         self.found: dict[str, str] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if name not in _MOVES:
@@ -167,7 +175,7 @@ class Seen:
     """
 
     value: torch.Tensor
-    node: Any
+    node: Node | None
     learned: bool = True
     tolerance: float = 1e-10
 
@@ -209,21 +217,21 @@ class Recorded:
                 handle.remove()
 
 
-def _seen(tree: Any) -> list[Seen]:
+def _seen(tree: PyTree) -> list[Seen]:
     leaves = torch_pytree.tree_leaves(tree)
     return [Seen(x.detach().clone(), _node(x)) for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _node(tensor: torch.Tensor) -> Any:
+def _node(tensor: torch.Tensor) -> Node | None:
     """The tensor's node in autograd's graph; of a leaf, the one that gathers its gradient."""
     if tensor.grad_fn is None and tensor.requires_grad and torch.is_grad_enabled():
         return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     return tensor.grad_fn
 
 
-def before(nodes: Iterable[Any]) -> set[Any]:
+def before(nodes: Iterable[Node | None]) -> set[Node]:
     """These nodes of autograd's graph and all that they were computed from."""
-    reached: set[Any] = set()
+    reached: set[Node] = set()
     waiting = [node for node in nodes if node is not None]
     while waiting:
         node = waiting.pop()
@@ -233,14 +241,14 @@ def before(nodes: Iterable[Any]) -> set[Any]:
     return reached
 
 
-def after(nodes: Iterable[Any], variables: Sequence[torch.Tensor]) -> set[Any]:
+def after(nodes: Iterable[Node | None], variables: Sequence[torch.Tensor]) -> set[Node]:
     """Those of the nodes, and of the nodes before them, that were computed from the variables."""
-    ids, following = set(map(id, variables)), dict[Any, list[Any]]()
+    ids, following = set(map(id, variables)), dict[Node | None, list[Node]]()
     nodes = before(nodes)
     for node in nodes:
         for given, _ in node.next_functions:
             following.setdefault(given, []).append(node)
-    reached: set[Any] = set()
+    reached: set[Node] = set()
     waiting = [node for node in nodes if id(getattr(node, "variable", None)) in ids]
     while waiting:
         node = waiting.pop()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
 import torch
 
 from ...bridge.memory.trees import Structure, to_jax_tree, to_torch_tree
+from ...jax_impl.program.trees import PyTree
 from . import mapping as mappings
 from .mapping import leaf_paths
 from .runs import Draws, ModuleCall, Recorded, Watching, Widened, after
 
 State = dict[str, torch.Tensor]
 Weights = list[np.ndarray | None]  # of each output leaf, None where it holds no floats
+
+Positions: TypeAlias = int | Sequence[int] | None
 
 
 def cast(tensor: torch.Tensor, high: bool) -> torch.Tensor:
@@ -30,7 +33,7 @@ def cast(tensor: torch.Tensor, high: bool) -> torch.Tensor:
     return tensor.detach().to(dtype, copy=True)
 
 
-def is_tensor(leaf: Any) -> bool:
+def is_tensor(leaf: object) -> bool:
     """Whether a leaf is a torch tensor."""
     return isinstance(leaf, torch.Tensor)
 
@@ -55,17 +58,24 @@ class TorchSide:
         batch: the tensors of ``args`` that hold a batch, by number.
     """
 
-    call: Callable[[State, Any], Any]
+    call: Callable[[State, PyTree], PyTree]
     module: torch.nn.Module | None
     state: State
     aliases: dict[str, str]
     trainable: list[str]
-    args: Any
+    args: PyTree
     chosen: list[int]
     batch: list[int]
 
     @classmethod
-    def of(cls, fun: Any, args: tuple[Any, ...], functional: bool, argnums: Any, batch_argnums: Any) -> TorchSide:
+    def of(
+        cls,
+        fun: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        functional: bool,
+        argnums: Positions,
+        batch_argnums: Positions,
+    ) -> TorchSide:
         """A module, a function of a dict of parameters and other arguments, or a function of arguments alone."""
         module = fun if isinstance(fun, torch.nn.Module) else None
         first = 0
@@ -134,7 +144,7 @@ class TorchSide:
 
     # What torch computes
 
-    def outputs(self, high: bool, draws: Draws) -> Any:
+    def outputs(self, high: bool, draws: Draws) -> PyTree:
         """The results, detached."""
         return to_torch_tree(jax.tree.map(_detached, self._run(high, draws)[0]))
 
@@ -195,7 +205,7 @@ class TorchSide:
         shapes = [*(self.state[n].shape for n in self.trainable), *(leaves[n].shape for n in self.chosen)]
         return {label: generator.normal(size=tuple(s)) for label, s in zip(self.labels(), shapes, strict=True)}
 
-    def _run(self, high: bool, draws: Draws) -> tuple[Any, list[torch.Tensor]]:
+    def _run(self, high: bool, draws: Draws) -> tuple[PyTree, list[torch.Tensor]]:
         """The results, part of autograd, and the variables that they depend on."""
         state = {name: cast(tensor, high) for name, tensor in self.state.items()}
         given, structure = Structure.split(self.args, is_tensor)
@@ -209,11 +219,11 @@ class TorchSide:
             return to_jax_tree(self.call(state, args)), variables
 
 
-def _detached(leaf: Any) -> Any:
+def _detached(leaf: PyTree) -> PyTree:
     return leaf.detach() if is_tensor(leaf) else leaf
 
 
-def _numbered(args: tuple[Any, ...]) -> list[list[int]]:
+def _numbered(args: tuple[PyTree, ...]) -> list[list[int]]:
     """The numbers of the tensors of each argument."""
     numbers, count = [], 0
     for arg in args:
@@ -223,7 +233,7 @@ def _numbered(args: tuple[Any, ...]) -> list[list[int]]:
     return numbers
 
 
-def _positions(name: str, value: Any, count: int, first: int) -> list[int] | None:
+def _positions(name: str, value: Positions, count: int, first: int) -> list[int] | None:
     """The positions among the arguments that follow the parameters."""
     if value is None:
         return None
@@ -234,7 +244,7 @@ def _positions(name: str, value: Any, count: int, first: int) -> list[int] | Non
     return [i % total - first for i in listed if i % total >= first]
 
 
-def _torch_sum(outputs: Any, weights: Weights) -> torch.Tensor:
+def _torch_sum(outputs: PyTree, weights: Weights) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for output, weight in zip(jax.tree.leaves(outputs), weights, strict=True):
         if weight is not None and output.requires_grad:
