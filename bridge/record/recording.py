@@ -185,6 +185,7 @@ def _record_once(
     live: Container[int] | None,
     copies: bool = False,
 ) -> tuple[Graph, list[torch.Tensor]]:
+    """Run the function among the modes that record it, and its backward pass behind it."""
     recorder = Recorder()
     captured = Captured(recorder, known, wants, copies)
     interception = Interception(captured)
