@@ -19,9 +19,9 @@ from .base.errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_nu
 from .base.versions import enable_x64
 from .derive.context import Call, Left, current_call
 from .derive.functions import Original, TorchFunction
-from .derive.made import Made, Tracing
 from .derive.primitives import Arrays
 from .derive.repeating import check_second_call
+from .derive.specialised import Specialised, Tracing
 from .effects import bindings
 from .effects.dropping import warn_of_dropped, warn_of_moving
 from .effects.running import FlatFunction, Mode, no_place_for_updates, where
@@ -127,7 +127,7 @@ class _Traced:
 
     def __init__(self, torch_fun: Callable[..., PyTree], engine: Engine) -> None:
         self.torch_fun, self.engine = torch_fun, engine
-        self._made: dict[Hashable, Made] = {}
+        self._made: dict[Hashable, Specialised] = {}
 
     def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], key: jax.Array | None) -> PyTree:
         with enable_x64():
@@ -154,7 +154,7 @@ class _Traced:
             result = made.flat.shape.join(outputs)
             return result if made.flat.mode.once else jax.tree.map(_as_array, result)
 
-    def _find(self, structure: Structure, arrays: list[jax.Array], walk: Walk, outer: Call | None) -> Made:
+    def _find(self, structure: Structure, arrays: list[jax.Array], walk: Walk, outer: Call | None) -> Specialised:
         """What was made for this signature, or is made now."""
         device = torch.device("cpu") if outer is None else outer.device
         # An argument of the call itself is laid out as its tensor; slices have their elements in order.
@@ -179,8 +179,8 @@ class _Traced:
         return made
 
     def _make(
-        self, form: Hashable, trace: Callable[[Walk], Made], walk: Walk, structure: Structure, outer: Call | None
-    ) -> Made:
+        self, form: Hashable, trace: Callable[[Walk], Specialised], walk: Walk, structure: Structure, outer: Call | None
+    ) -> Specialised:
         if len(self._made) >= _CACHE_SIZE:
             self._made.pop(next(iter(self._made)))
         written, generators, start = WrittenContainers(walk.identity, walk.containers), Generators(walk), Watched(walk)
@@ -223,7 +223,7 @@ class _Traced:
         walk: Walk,
         mode: Mode,
         wants: Callable[[torch.Tensor], bool],
-    ) -> Made:
+    ) -> Specialised:
         flat = FlatFunction(self.torch_fun, structure, walk, mode, self.engine == "torch2jax")
         if self.engine == "record":
             # Inside, a tensor of a trace counts as one of the function's own: those from outside are known here.
@@ -236,7 +236,7 @@ class _Traced:
             flat.captured = tracing.captured
         else:
             source, tracing = None, InterpretedFunction(flat, metas, walk.tensors)
-        return Made(tracing, flat, source)
+        return Specialised(tracing, flat, source)
 
     def _written_argument(self, index: int, structure: Structure, walk: Walk) -> TraceError:
         args, kwargs = to_torch_tree(structure.join(map(_Number, itertools.count())))
@@ -262,7 +262,7 @@ class _Traced:
 
 
 def _write_back(
-    made: Made,
+    made: Specialised,
     arrays: Arrays,
     values: Arrays,
     carried: dict[int, jax.Array],
@@ -285,7 +285,7 @@ def _write_back(
             outer.tensors[id(tensor)] = value
 
 
-def _leave(made: Made, arrays: Arrays, outputs: Arrays, walk: Walk, outer: Call | None) -> None:
+def _leave(made: Specialised, arrays: Arrays, outputs: Arrays, walk: Walk, outer: Call | None) -> None:
     """Put what the function leaves behind into its places; a compiled call does so each time that it runs."""
     effects, captured = made.flat.effects, made.tracing.captured
     tensors: dict[bindings.Basic, torch.Tensor] = {}

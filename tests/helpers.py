@@ -75,10 +75,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def live_arrays() -> int:
-    """Count the arrays of JAX that something holds."""
+def live_arrays(shape: tuple[int, ...] | None = None) -> int:
+    """Count the arrays of JAX that something holds, those of one shape if one is given."""
     gc.collect()
-    return len(jax.live_arrays())
+    gc.collect()  # JAX frees at a collection what C++ code let go before it: what the first one freed as well
+    return sum(shape in (None, a.shape) for a in jax.live_arrays())
 
 
 def temporary(fun: Callable[..., Any], *args: Any) -> int:

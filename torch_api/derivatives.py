@@ -18,7 +18,7 @@ from ..bridge.base.torch_internals import disable_dynamo
 from ..bridge.call.autograd import is_transformed
 from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.dtypes import torch_dtype
-from ..bridge.memory.trees import Rows, flatten, to_jax_tree, to_torch_tree
+from ..bridge.memory.trees import Rows, to_jax_tree, to_torch_tree
 from ..bridge.watch.walk import is_traced
 from ..jax_impl.batches.blocks import (
     Layout,
@@ -31,7 +31,7 @@ from ..jax_impl.batches.blocks import (
     temporary_bytes,
 )
 from ..jax_impl.batches.matrices import check_one_size, coordinates, hessian_matrix, jacobian_matrix
-from ..jax_impl.program.trees import PyTree
+from ..jax_impl.program.trees import PyTree, flatten
 from .calls import Fun, numbers_to_tensors
 
 Out = torch.Tensor | np.ndarray

@@ -16,9 +16,9 @@ from ..bridge.base.errors import user_line
 from ..bridge.call.as_torch import only_maps
 from ..bridge.lifting import to_jax_callable
 from ..bridge.memory.dtypes import jax_dtype
-from ..bridge.memory.trees import Rows, flatten, to_jax_tree, without_rows
+from ..bridge.memory.trees import Rows, to_jax_tree, without_rows
 from ..jax_impl import AccumulationType, weighted_mean
-from ..jax_impl.program.trees import PyTree
+from ..jax_impl.program.trees import PyTree, flatten
 from .calls import (
     Args,
     Fun,

@@ -143,6 +143,11 @@ def map_tensors(fun: Callable[[torch.Tensor], object], tree: PyTree) -> PyTree:
     return torch_pytree.tree_map_only(torch.Tensor, fun, tree, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
+def op_name(op: object) -> str:
+    """The name of an op without its overload, such as ``aten.mul``; of what is no op of torch's, what it prints."""
+    return str(getattr(op, "overloadpacket", op))
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors have in common which share their memory, in a recording too."""
     key: int = tensor.untyped_storage()._cdata

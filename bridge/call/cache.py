@@ -41,7 +41,7 @@ class Cache(collections.OrderedDict[Hashable, T], Generic[T]):
 
 PROGRAMS: Cache[Program] = Cache()
 # What is known of a call before it runs, and the captured tensors that only its trace met.
-CALLS: Cache[tuple[Outline, list[weakref.ref[torch.Tensor]]]] = Cache()
+OUTLINES: Cache[tuple[Outline, list[weakref.ref[torch.Tensor]]]] = Cache()
 # Which outputs of a call inside another one depend on its inputs, in the sense of autograd.
 DEPENDENT: Cache[list[bool]] = Cache()
 # Functions that need the values of the floats among their arguments, by their key and the arguments' structure.

@@ -15,6 +15,7 @@ import torch
 from jax.experimental.layout import Format, Layout
 from jax.extend.core import ClosedJaxpr
 
+from ...jax_impl.program.trees import flatten
 from ..base.errors import TraceError
 from ..base.versions import enable_x64
 from ..derive.context import Call, running
@@ -24,7 +25,6 @@ from ..effects.bindings import as_before, put
 from ..effects.running import where
 from ..effects.side_effects import Watched
 from ..memory.dtypes import jax_dtype
-from ..memory.trees import flatten
 from ..memory.values import array_to_tensor, jax_device, tensor_to_array, tensors_to_arguments, unusual_stride
 from .failures import Checked
 from .flat import Flat, Outline, Root, linearize

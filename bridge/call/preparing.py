@@ -30,7 +30,7 @@ from ..watch.names import read_count
 from ..watch.places import Place, WrittenContainers, path_name, written_count
 from ..watch.walk import Walk, is_traced, surroundings
 from .autograd import find_program, is_transformed, keep
-from .cache import CALLS, LOCK, STATIC_FLOATS
+from .cache import LOCK, OUTLINES, STATIC_FLOATS
 from .compilation import outline
 from .flat import Outline, Root
 
@@ -132,7 +132,7 @@ class _Preparation:
 
     def known(self) -> _Known | None:
         """What an earlier call has shown, if the captured tensors are there that only its trace met."""
-        found = CALLS.find(self.signature)
+        found = OUTLINES.find(self.signature)
         if found is None:
             return None
         hidden = [t for t in (ref() for ref in found[1]) if t is not None]
@@ -170,7 +170,7 @@ class _Preparation:
             seen = dataclasses.replace(seen, effects=_elsewhere(seen.effects, before.places, self.walk.places))
             if program is not None:
                 keep(program, *self.root(hidden))
-        CALLS.keep(self.signature, (seen, [weakref.ref(t) for t in hidden]))
+        OUTLINES.keep(self.signature, (seen, [weakref.ref(t) for t in hidden]))
         _warn_of_many(self.walk)
         return seen, hidden
 

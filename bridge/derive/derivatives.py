@@ -194,7 +194,7 @@ class _Flow:
             return False
         whole = all(meta is None or not meta.differentiable for meta in node.results)
         return whole or (
-            _name(node.op) in _FLAT and not any(m is not None and m.dtype.is_complex for m in node.results)
+            ti.op_name(node.op) in _FLAT and not any(m is not None and m.dtype.is_complex for m in node.results)
         )
 
     def reaching(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
@@ -217,7 +217,7 @@ def _made_from(recorder: Recorder, sources: set[int]) -> set[int]:
     found = set(sources)
     for i in range(min(sources, default=len(recorder.nodes)), len(recorder.nodes)):
         node = recorder.nodes[i]
-        if node is None or i in found or _name(node.op) in _FORM_ONLY:
+        if node is None or i in found or ti.op_name(node.op) in _FORM_ONLY:
             continue
         if not found.isdisjoint(_read_by(node)):
             found.add(i)
@@ -226,7 +226,7 @@ def _made_from(recorder: Recorder, sources: set[int]) -> set[int]:
 
 def _read_by(node: Node) -> Iterable[int]:
     """The nodes whose values a node reads."""
-    name = _name(node.op)
+    name = ti.op_name(node.op)
     if isinstance(node.op, Barrier):  # the last is waited for, not read
         return (leaf.node for leaf in node.leaves[:-1] if isinstance(leaf, Ref))
     if name != "aten.copy" and name != "aten.convolution_backward" and name not in _FORM_ARGUMENT:
@@ -240,7 +240,3 @@ def _read_by(node: Node) -> Iterable[int]:
     else:
         args[_FORM_ARGUMENT[name]] = None
     return (arg.node for arg in args if isinstance(arg, Ref))
-
-
-def _name(op: object) -> str:
-    return str(getattr(op, "overloadpacket", op))

@@ -15,12 +15,12 @@ from ..watch.names import read_count
 from ..watch.places import Slot, read_entry, write
 from ..watch.walk import Walk
 from .functions import TorchFunction
-from .made import Made
+from .specialised import Specialised
 
 
 def check_second_call(
-    first: Made,
-    trace: Callable[[Walk], Made],
+    first: Specialised,
+    trace: Callable[[Walk], Specialised],
     walk: Walk,
     walk_again: Callable[[], Walk],
     appended: Sequence[tuple[Slot, list[Any]]],

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..base import torch_internals as ti
 from .checks import check_p
 from .signatures import Arguments
 
@@ -45,7 +46,7 @@ _OTHERS: dict[str, tuple[int, Callable[[Arguments], tuple[int, int]]]] = {
 
 def checked(op: object, args: Arguments, line: str) -> Sequence[object]:
     """The arguments of an op, its indices watched."""
-    name = _name(op)
+    name = ti.op_name(op)
     if name in _BY_SEVERAL:
         return [args[0], _watch_several(args[0], args[1], line), *args[2:]]
     if name in _ALONG_ONE_AXIS:
@@ -56,10 +57,6 @@ def checked(op: object, args: Arguments, line: str) -> Sequence[object]:
     else:
         return args
     return [*args[:place], _watch(args[place], end, least, line), *args[place + 1 :]]
-
-
-def _name(op: object) -> str:
-    return str(getattr(op, "overloadpacket", op))
 
 
 def _watch_several(x: jax.Array, indices: Arguments, line: str) -> list[object]:

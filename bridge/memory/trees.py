@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as torch_pytree
 
-from ...jax_impl.program.trees import PyTree
+from ...jax_impl.program.trees import PyTree, flatten
 
 Keys: TypeAlias = tuple[tuple[type, Hashable], ...]
 
@@ -203,11 +203,6 @@ def is_array(leaf: object) -> bool:
 def moves(leaf: object) -> bool:
     """Whether a leaf of the arguments is a tensor for a torch function, to which NumPy's scalars are numbers."""
     return isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray))
-
-
-def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
-    """``jax.tree.flatten``, whose result type checkers do not know."""
-    return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def _one_level(x: PyTree) -> tuple[list[PyTree], Callable[[Iterable[PyTree]], PyTree]] | None:

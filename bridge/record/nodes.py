@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import torch
 
+from ..base import torch_internals as ti
 from ..lowerings.signatures import Arguments, Options
 from ..memory.dtypes import jax_dtype
 from ..memory.values import unusual_stride
@@ -127,7 +128,7 @@ def depend(nodes: Sequence[Node | None], values: Iterable[Value], inputs: set[in
     while stack:
         i = stack.pop()
         node = nodes[i]
-        if i not in seen and node is not None and str(getattr(node.op, "overloadpacket", node.op)) not in OF_FORM:
+        if i not in seen and node is not None and ti.op_name(node.op) not in OF_FORM:
             stack += node.refs()
         seen.add(i)
     return not seen.isdisjoint(inputs)

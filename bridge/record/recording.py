@@ -87,14 +87,15 @@ def record(
         TraceError: the function asks for values, draws Python random numbers, or writes to an argument.
     """
     ti.load_dynamo()
+    once = functools.partial(_record_once, fun, metas, need, known, wants, live)
     with _LOCK, _apart_from_callers():
         try:
             with watching(clocks):
-                return _record_leaves(fun, metas, need, known, wants, live)
+                return _writing_to_copies(once)
         except TraceError as error:
             # Libraries skip their checks of values where torch.compile would run them: one more try under that flag.
             with ti.compiling(), contextlib.suppress(Exception), watching(clocks):
-                return _record_leaves(fun, metas, need, known, wants, live)
+                return _writing_to_copies(once)
             raise error
 
 
@@ -137,20 +138,14 @@ def _unchanged_generators() -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def _record_leaves(
-    fun: Callable[..., Sequence[torch.Tensor]],
-    metas: Sequence[Meta],
-    need: Sequence[bool],
-    known: Sequence[torch.Tensor],
-    wants: Callable[[torch.Tensor], bool],
-    live: Container[int] | None,
-) -> tuple[Graph, list[torch.Tensor]]:
+def _writing_to_copies(once: Callable[..., tuple[Graph, list[torch.Tensor]]]) -> tuple[Graph, list[torch.Tensor]]:
+    """Record, once more with copies in the place of leaves where the function writes to them."""
     try:
-        return _record_once(fun, metas, need, known, wants, live)
+        return once()
     except WrittenLeaf:
         # To record a gradient every captured tensor is a leaf, which one that has a history is not outside.
         try:
-            return _record_once(fun, metas, need, known, wants, live, copies=True)
+            return once(copies=True)
         except WrittenLeaf as error:
             raise TraceError(str(error)) from error.__cause__
 

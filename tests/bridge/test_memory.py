@@ -27,7 +27,7 @@ def _counts() -> dict[str, int]:
     return {
         "arrays of JAX": len(jax.live_arrays()),
         "programs": len(cache.PROGRAMS),
-        "known calls": len(cache.CALLS),
+        "known calls": len(cache.OUTLINES),
         "executables": len(jax.devices("cpu")[0].client.live_executables()),
         "tensors": sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor)),
     }

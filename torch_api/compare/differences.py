@@ -114,7 +114,7 @@ def compare_leaf(
     if ours.size == 0:
         zero = 0.0 if exact.has_float64 else None
         return Row(*named, "equal", 0.0, 0.0, 0.0, zero, zero)
-    wide = _wide(ours), _wide(theirs)
+    wide = _exact(ours), _exact(theirs)
     error = _error(*wide)
     absolute, largest = float(error.max()), _largest(wide[0])
     eps = _eps(ours.dtype)
@@ -122,7 +122,7 @@ def compare_leaf(
     high_error: tuple[float, float] | tuple[None, None] = (None, None)
     told = ~_fillers(*wide)  # the numbers whose size says what rounding is
     if high is not None:
-        fine = _wide(as_numpy(high[0])), _wide(as_numpy(high[1]))
+        fine = _exact(as_numpy(high[0])), _exact(as_numpy(high[1]))
         if fine[0].shape != fine[1].shape:
             return Row(*named, "shape", detail="in float64 only")
         error64 = _error(*fine)
@@ -159,9 +159,9 @@ def largest_value(ours: Sequence[object], theirs: Sequence[object], fine: Sequen
     """
     largest = 0.0
     for i, pair in enumerate(zip(map(as_numpy, ours), map(as_numpy, theirs), strict=True)):
-        one, two = _wide(pair[0]), _wide(pair[1])
+        one, two = _exact(pair[0]), _exact(pair[1])
         told = ~_fillers(one, two) if one.shape == two.shape else True
-        values = _wide(as_numpy(fine[i])) if fine else one
+        values = _exact(as_numpy(fine[i])) if fine else one
         if values.size and pair[0].dtype.kind not in "iub":
             largest = max(largest, _largest(values, told if values.shape == one.shape else True))
     return largest
@@ -198,9 +198,13 @@ def _same_dtype(ours: object, one: np.dtype, two: np.dtype) -> bool:
     return one == two or (not jax.config.read("jax_enable_x64") and jax.dtypes.canonicalize_dtype(one) == two)
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
-    if array.dtype.kind in "iub":
-        return array.astype(np.int64) if array.dtype != np.uint64 else array.astype(np.float64)
+def _exact(array: np.ndarray) -> np.ndarray:
+    """The numbers as wide as there is, whole ones as whole ones."""
+    return array.astype(np.int64) if array.dtype.kind in "iub" and array.dtype != np.uint64 else wide(array)
+
+
+def wide(array: np.ndarray) -> np.ndarray:
+    """The numbers in double precision."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 

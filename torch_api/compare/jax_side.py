@@ -15,8 +15,8 @@ import torch
 
 from ...bridge import as_jax
 from ...bridge.base.versions import enable_x64
-from ...bridge.memory.trees import Structure, flatten, to_jax_tree, to_torch_tree
-from ...jax_impl.program.trees import PyTree
+from ...bridge.memory.trees import Structure, to_jax_tree, to_torch_tree
+from ...jax_impl.program.trees import PyTree, flatten
 from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf
 from .mapping import Entry, Unmapped, is_parameter, leaf_paths

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr
 
-from .differences import Precision, as_numpy
+from .differences import Precision, as_numpy, wide
 from .programs import run, unseen
 from .report import Location
 from .runs import ModuleCall, Seen, before
@@ -58,7 +58,7 @@ class Values:
     def add(self, value: object) -> None:
         """Keep one value, if it may be searched for; without what is repeated along an axis, too."""
         if self.takes(value):
-            array = _wide(np.asarray(value)).squeeze()
+            array = wide(np.asarray(value)).squeeze()
             self._arrays[array.size].append(array)
             once = _once(array)
             if once.size < array.size and once.size in self._arrays:
@@ -295,15 +295,11 @@ def _is_trivial(array: np.ndarray) -> bool:
 
 
 def _array(seen: Seen) -> np.ndarray:
-    return _wide(as_numpy(seen.value))
+    return wide(as_numpy(seen.value))
 
 
 def _number(seen: Seen) -> tuple[np.ndarray, float]:
     return _array(seen), seen.tolerance
-
-
-def _wide(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _once(array: np.ndarray) -> np.ndarray:

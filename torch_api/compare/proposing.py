@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...jax_impl.program.trees import PyTree
+from .differences import wide
 from .mapping import Parameter, ParameterMapping, Source, State, is_parameter, leaf_paths, named_tensors
 from .naming import kind, likeness, words
 
@@ -223,7 +224,7 @@ def _siblings(state: State) -> dict[str, list[str]]:
 
 def _given(leaf: Parameter) -> np.ndarray | None:
     """The numbers of a leaf; None for a shape alone."""
-    return None if isinstance(leaf, jax.ShapeDtypeStruct) else _wide(np.asarray(leaf))
+    return None if isinstance(leaf, jax.ShapeDtypeStruct) else wide(np.asarray(leaf))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray | None:
@@ -231,10 +232,6 @@ def _array(tensor: torch.Tensor) -> np.ndarray | None:
     if tensor.is_meta:
         return None
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64).cpu().numpy()
-
-
-def _wide(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _equal(source: Source, given: np.ndarray, dtype: np.dtype, state: State) -> Iterator[Source]:

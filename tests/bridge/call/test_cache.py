@@ -16,7 +16,7 @@ from microtome.bridge.call import cache
 @pytest.fixture
 def programs() -> Iterator[None]:
     """Start with empty caches, and bring back the other tests' programs afterwards."""
-    caches: list[Any] = [cache.PROGRAMS, cache.CALLS, cache.DEPENDENT, cache.STATIC_FLOATS]
+    caches: list[Any] = [cache.PROGRAMS, cache.OUTLINES, cache.DEPENDENT, cache.STATIC_FLOATS]
     before = [dict(kept) for kept in caches]
     for kept in caches:
         kept.clear()

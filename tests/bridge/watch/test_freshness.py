@@ -2004,7 +2004,7 @@ def test_a_failed_trace_keeps_nothing_alive(name: str) -> None:
 def _small_caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The caches of programs and of what is known of a call, both empty and with room for four."""
     monkeypatch.setattr(cache, "SIZE", 4)
-    caches = [cache.PROGRAMS, cache.CALLS]
+    caches = [cache.PROGRAMS, cache.OUTLINES]
     for kept in caches:
         kept.clear()
     return caches

@@ -35,7 +35,7 @@ class Tracing(Protocol):
 
 
 @dataclasses.dataclass
-class Made:
+class Specialised:
     """What an engine made of a function, for one signature."""
 
     tracing: Tracing
