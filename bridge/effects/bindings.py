@@ -252,7 +252,6 @@ class Results:
         self.tensors: list[Any] = list(returned)
         self._arguments, self._captured, self._once = list(arguments), captured, once
         self._kept: list[torch.Tensor] = []
-        self._bases: dict[int, torch.Tensor] = {}  # by the memory that they show
         self._values: dict[int, tuple[object, Bound | None]] = {}  # the value keeps its id from being given away
         self._sources: dict[int, tuple[torch.Tensor, Source | None]] = {}
 
@@ -325,17 +324,14 @@ class Results:
         return Made(known) if base is tensor else _view(tensor, base, Made(known))
 
     def _base(self, tensor: torch.Tensor, group: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        """A result that shows the memory of all tensors of a group."""
-        for other in (*self.tensors, *self._kept):
-            if _is_in_order(other) and all(_shows(other, t) for t in group):
+        """A result that shows the memory of all tensors of a group, and has the history of those that have one."""
+        for other in (*self.tensors, *self._kept, *map(whole, group)):
+            if other is not None and _is_in_order(other) and all(_is_base(other, t) for t in group):
                 return other
-        base = whole(tensor)
-        if base is None or not all(_shows(base, t) for t in group):
-            raise TraceError(
-                f"{user_line()}: the traced function assigns to {name} a tensor that shares its memory with another "
-                "one that it keeps, in a way that no call could repeat. Keep a copy: .clone()."
-            )
-        return self._bases.setdefault(ti.storage_key(base), base)
+        raise TraceError(
+            f"{user_line()}: the traced function assigns to {name} a tensor that shares its memory with another "
+            "one that it keeps, in a way that no call could repeat. Keep a copy: .clone()."
+        )
 
 
 def _is_base(other: torch.Tensor, tensor: torch.Tensor) -> bool:

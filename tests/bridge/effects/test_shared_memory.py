@@ -90,6 +90,21 @@ def views_of_what_is_not_kept(s: State, x: torch.Tensor) -> Any:
 
 
 @step
+def with_its_history_and_without(s: State, x: torch.Tensor) -> Any:
+    q, r = torch.tanh(x.outer(x) * s.w), torch.sin(x * s.w[0])
+    s.h, s.q, s.m, s.list[0], s.list[1] = q.detach(), q, q.t(), q[0].detach(), q[0]
+    s.u, s.v = r.unsqueeze(0), r.detach()  # the other way around
+    return q.sum()
+
+
+@step
+def a_part_without_history_of_what_is_not_kept(s: State, x: torch.Tensor) -> Any:
+    q = torch.tanh(x.outer(x) * s.w)
+    s.h, s.q, s.u = q.detach()[:1], q[:, 1], q.data.t()
+    return q.detach()
+
+
+@step
 def transposed_results(s: State, x: torch.Tensor) -> Any:
     s.q = torch.tanh(x.outer(x) * s.w).t()
     s.v, s.u = s.q[0], s.q[:1]
@@ -193,7 +208,16 @@ def _differentiated(fun: Any, wrap: Callable[[Any], Any]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*has been compiled")
 @pytest.mark.parametrize(
-    "fun", marked((views_before_their_base, views_of_what_is_not_kept), slow=(views_before_their_base,))
+    "fun",
+    marked(
+        (
+            views_before_their_base,
+            views_of_what_is_not_kept,
+            with_its_history_and_without,
+            a_part_without_history_of_what_is_not_kept,
+        ),
+        slow=(views_before_their_base,),
+    ),
 )
 def test_gradients_through_state_that_shares_memory(fun: Any) -> None:
     got, expected = _differentiated(fun, lambda f: as_torch(as_jax(f))), _differentiated(fun, lambda f: f)
