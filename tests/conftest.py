@@ -1,6 +1,8 @@
 """What all tests share: the marker `gpu` skips where torch and JAX do not both reach a CUDA device."""
 
 import gc
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +20,15 @@ def seeded() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    """What a thread does after its test, others see: it may trace, which puts torch's generator back."""
+    before = threading.enumerate()
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    assert not left, f"threads that run on: {left}"
 
 
 def _gpu_is_missing() -> str:

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from ..program.dataflow import makers
 from ..program.evaluate import shaped
-from .casts import cast_marks, rounds
+from .casts import Casts
 from .registry import RULES, Known
 
 
@@ -32,7 +32,7 @@ def plan(jaxpr: Jaxpr, batched: set[Var], wanted: Sequence[bool]) -> tuple[dict[
             )
 
     known = Known(kinds, batched, makers(jaxpr))
-    marks = cast_marks(jaxpr)
+    casts = Casts(jaxpr, batched)
     for e in reversed(jaxpr.eqns):
         for v in e.outvars:
             decide(v)
@@ -42,7 +42,7 @@ def plan(jaxpr: Jaxpr, batched: set[Var], wanted: Sequence[bool]) -> tuple[dict[
             if not isinstance(v, Literal):
                 verdict = accepts(e, i, known) if accepts else ""
                 if verdict:
-                    verdict = rounds(e, i, marks, batched) or verdict
+                    verdict = casts.rounds(e, i) or verdict
                 further = next((refusals[out] for out in e.outvars if out in refusals), "") if accepts else ""
                 verdicts.setdefault(v, []).append(verdict or further or f"{name} needs it")
     for v in jaxpr.invars:

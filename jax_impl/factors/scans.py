@@ -19,6 +19,7 @@ from ..program.evaluate import shaped
 from ..program.inline import batched_in_scan, inline, run_inlined
 from ..program.sums import wide
 from ..program.versions import scan_counts
+from .casts import are_rounded_alike
 from .lazy import Lazy
 from .pieces import Rewritten, stacked
 from .registry import Evaluator, Known, rule
@@ -54,7 +55,7 @@ def loop_sums(e: JaxprEqn, kinds: dict[Var, str]) -> LoopSums:
                 break
             added.append(others[0])
             v = found[0].outvars[0]
-        if v is jaxpr.outvars[k] and outs.count(v) == 1 and not read_by.get(v):
+        if v is jaxpr.outvars[k] and outs.count(v) == 1 and not read_by.get(v) and are_rounded_alike(jaxpr, added):
             parts[k] = added
     return LoopSums(body, parts)
 

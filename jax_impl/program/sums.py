@@ -17,8 +17,13 @@ def wide(dtype: Any) -> Any:
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Tell whether it is a floating-point type that numbers of usual size overflow: float16, or one of 8 bits."""
-    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < 100)
+    """Tell whether it is a floating-point type that numbers of usual size do not fit: float16, or one of 8 bits."""
+    return bool(jnp.issubdtype(dtype, jnp.floating) and (jnp.finfo(dtype).maxexp < 100 or not is_signed(dtype)))
+
+
+def is_signed(dtype: Any) -> bool:
+    """Tell whether a floating-point type has negative numbers; that of scales (float8_e8m0fnu) has not even a zero."""
+    return bool(jnp.finfo(dtype).min < 0)
 
 
 def summed(dtype: Any) -> Any:

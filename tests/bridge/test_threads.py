@@ -209,8 +209,8 @@ _ELSEWHERE_WRONG = dict.fromkeys(
 
 
 @contextlib.contextmanager
-def _while_tracing(action: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Do something in another thread just while the body of a traced function runs."""
+def _while_tracing(action: Callable[[], Any], in_time: list[bool] | None = None) -> Iterator[list[Any]]:
+    """Do something in another thread just while the body of a traced function runs, and note whether it was done then."""
     inside, done, results = queue.SimpleQueue(), threading.Event(), []  # setting an event is refused in a trace
 
     def other() -> None:
@@ -223,7 +223,9 @@ def _while_tracing(action: Callable[[], Any]) -> Iterator[list[Any]]:
 
     def fun(x: torch.Tensor) -> torch.Tensor:
         inside.put(None)
-        done.wait(2)
+        is_done = done.wait(2)
+        if in_time is not None:
+            in_time.append(is_done)
         return x * 2
 
     thread = threading.Thread(target=other)
@@ -280,26 +282,10 @@ def test_the_grad_mode_of_a_thread_is_its_own() -> None:
 def test_a_compiled_function_does_not_wait_for_a_trace_elsewhere() -> None:
     ready = through(lambda x: x + 5)
     ready(torch.ones(3))
-    finished = threading.Event()
-
-    def action() -> bool:
-        ready(torch.ones(3))
-        finished.set()
-        return True
-
-    seen = []
-
-    def fun(x: torch.Tensor) -> torch.Tensor:
-        inside.set()
-        seen.append(finished.wait(2))
-        return x * 2
-
-    inside = threading.Event()
-    thread = threading.Thread(target=lambda: (inside.wait(30), action()))
-    thread.start()
-    through(fun)(torch.ones(3))
-    thread.join(30)
-    assert seen[0]
+    in_time: list[bool] = []
+    with _while_tracing(lambda: ready(torch.ones(3)), in_time):
+        pass
+    assert in_time[0]
 
 
 # The state of torch after a trace, also one that failed

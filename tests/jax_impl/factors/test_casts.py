@@ -26,7 +26,7 @@ def _inputs(dtype):
     return tuple(jnp.asarray(rng.normal(size=s), dtype) for s in ((6, 5), (3, 4, 6), (3, 4, 5)))
 
 
-bf16, f16, f32, f64 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64
+bf16, f16, f32, f64, e8m0 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64, jnp.float8_e8m0fnu
 SEEN = {
     "residual": (f32, lambda g: g - _to(bf16)(g)),
     "residual, the other way round": (f32, lambda g: _to(bf16)(g) + -1.0 * g),
@@ -41,10 +41,25 @@ SEEN = {
     "of a gradient that was bfloat16": (bf16, lambda g: g.astype(f32) - _to(bf16)(g.astype(f32))),
     "residual of 64 bits": (f64, lambda g: g - _to(f32)(g)),
     "of a gradient that was of 32 bits": (f32, lambda g: g.astype(f64) - _to(f32)(g.astype(f64))),
+    "residual by a transposed map": (f32, lambda g: jax.linear_transpose(lambda g: _to(bf16)(g) - g, g)(g)[0]),
+    "residual in an array that is written to": (
+        f32,
+        lambda g: (
+            jax.lax.dynamic_update_slice(jnp.zeros((2, *g.shape), g.dtype).at[0].set(g), -_to(bf16)(g)[None], (1, 0, 0))
+        ).sum(0),
+    ),
+    "between norms": (f32, lambda g: g * ((g**2).sum() - (_to(bf16)(g) ** 2).sum())),
+    "between norms, added": (f32, lambda g: g * (-1.0 * (g**2).sum() + (_to(bf16)(g) ** 2).sum())),
+    "between scalar products": (f32, lambda g: g * (jnp.vdot(g, g) + jnp.vdot(g, -_to(bf16)(g)))),
+    "between norms, roots": (f32, lambda g: g * (jnp.linalg.norm(g) - jnp.linalg.norm(_to(bf16)(g)))),
+    "scales without a sign": (f32, lambda g: _to(e8m0)(g * g)),
     "too small": (f16, lambda g: (g.astype(f32) * 1e-9).astype(f16).astype(f32) * 1e9),
     "too small, scaled in half": (f16, lambda g: (g.astype(f32) * 1e-9).astype(f16) * f16(3e4)),
     "too small, its norm": (f16, lambda g: g / (1e-3 + jnp.linalg.norm((g.astype(f32) * 1e-9).astype(f16)))),
     "too large for 32 bits": (f64, lambda g: (g * 1e39).astype(f32).astype(f64)),
+    "too large for 32 bits, scaled down": (f64, lambda g: (g * 1e39).astype(f32) * f32(1e-30)),
+    "too large for 32 bits, divided": (f64, lambda g: (g * 1e39).astype(f32) / jnp.full(g.shape[:1] + (1,), 1e30, f32)),
+    "too small for 32 bits, by a constant": (f64, lambda g: (g * 1e-50).astype(f32) * jnp.float32(1e30)),
     "too small for 32 bits": (f64, lambda g: (g * 1e-50).astype(f32).astype(f64) * 1e50),
     "too small for bfloat16": (f64, lambda g: (g * 1e-50).astype(bf16).astype(f64) * 1e50),
 }
@@ -94,6 +109,83 @@ def test_clipping_sees_what_a_cast_rounds_away(name):
         options = {"l2_clip_norm": bound, "batch_argnums": (1, 2), "dtype": f64}
         result = clipped_grad(_loss, pre_clipping_transform=transform, **options)(w, x, y)
         _close(result, jax.tree.map(lambda g: jnp.einsum("i,i...", scales, g), parts))
+
+
+def _product(w, x):
+    return x @ w
+
+
+def _lookup(w, x):
+    return w[jnp.abs(x * 3).astype(jnp.int32) % len(w)]
+
+
+def _stepwise(w, x):
+    return jax.lax.scan(lambda c, row: (c, row @ w), 0, x)[1]
+
+
+def _convolved(w, x):
+    return jax.lax.conv_general_dilated(x[..., None], w[:, None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+# A path in float32 beside the same path through a cast, by what is compared.
+COMPARED = {
+    "products": (_product, lambda a, b: 100 * jnp.square(a - b).sum()),
+    "products, with another part": (_product, lambda a, b: 100 * jnp.square(a - b).sum() + a.sum() * 1e-4),
+    "functions of products": (_product, lambda a, b: jnp.tanh(a).sum() - jnp.tanh(b).sum()),
+    "lookups": (_lookup, lambda a, b: 100 * jnp.square(a - b).sum()),
+    "products in a loop": (_stepwise, lambda a, b: 100 * jnp.square(a - b).sum()),
+    "convolutions": (_convolved, lambda a, b: 100 * jnp.square(a - b).sum()),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), crossed(COMPARED, [bf16, jnp.float8_e5m2]))
+def test_a_loss_that_compares_a_parameter_with_its_copy_in_half(name, dtype):
+    path, distance = COMPARED[name]
+
+    def loss(w, x):
+        return distance(path(w, x), path(_to(dtype)(w), x))
+
+    w, x, _ = _inputs(f32)
+    fun = clipped_grad(loss, l2_clip_norm=1e30, keep_batch_dim=False, return_grad_norms=True)
+    grads = [jax.grad(loss)(w, row) for row in x]  # what is left is rounding, which the order of sums changes
+    result, aux = fun(w, x)
+    np.testing.assert_allclose(aux.grad_norms, [jnp.linalg.norm(g) for g in grads], rtol=0.2)
+    total = sum(grads)
+    assert jnp.linalg.norm(result - total) < 0.3 * jnp.linalg.norm(total)
+
+
+def test_a_loop_that_compares_a_parameter_with_its_copy_in_half():
+    def loss(w, x):
+        step = lambda c, row: (c + 100 * jnp.square(row @ w - row @ _to(bf16)(w)).sum(), None)
+        return jax.lax.scan(step, 0.0, x)[0]
+
+    w, x, _ = _inputs(f32)
+    _, aux = clipped_grad(loss, l2_clip_norm=1e30, keep_batch_dim=False, return_grad_norms=True)(w, x)
+    np.testing.assert_allclose(aux.grad_norms, [jnp.linalg.norm(jax.grad(loss)(w, row)) for row in x], rtol=0.2)
+
+
+def test_a_table_that_is_looked_up_and_multiplied_with_in_half_keeps_factors():
+    """As language models do whose output layer is their embedding, in mixed precision."""
+    rng = np.random.default_rng(0)
+    w, ids = jnp.asarray(rng.normal(size=(400, 16)), f32), jnp.asarray(rng.integers(0, 400, (3, 2)))
+
+    def loss(w, ids):
+        logits = jnp.tanh(w[ids].astype(bf16)) @ w.astype(bf16).T
+        return jax.nn.logsumexp(logits.astype(f32), axis=-1).sum()
+
+    fun = clipped_grad(loss, l2_clip_norm=1.0, keep_batch_dim=False, return_grad_norms=True)
+    assert {path.path for path in fun.explain(w, ids).paths.values()} == {"factored"}
+    norms = [jnp.linalg.norm(jax.grad(loss)(w, row)) for row in ids]
+    np.testing.assert_allclose(fun(w, ids)[1].grad_norms, norms, rtol=0.02)
+
+    def in_torch(w, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = torch.nn.functional.linear(torch.nn.functional.embedding(ids, w).tanh(), w)
+            return logits.float().logsumexp(-1).sum()
+
+    found = mt.clipped_grad(in_torch, l2_clip_norm=1.0, keep_batch_dim=False)
+    arguments = torch.tensor(np.asarray(w)), torch.tensor(np.asarray(ids))
+    assert {path.path for path in found.explain(*arguments).paths.values()} == {"factored"}
 
 
 def test_torch_sees_what_a_cast_rounds_away():
