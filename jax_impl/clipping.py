@@ -250,8 +250,7 @@ def clipped_grad(
         example, batch = prepared(args, kwargs, is_padding_example, raw=True)
         return explained(example, batch, joined, options.plan(batch.rows).size)
 
-    # In Python's floats where they are known: whole numbers and half precision would wrap or overflow.
-    known = [n.astype(wide(n.dtype)) if isinstance(n, jax.core.Tracer) else float(n) for n in norms]
+    known = list(map(_roomy, norms))
     if rescale_to_unit_norm:
         bound: Any = math.sqrt(len(norms))
     elif len(norms) == 1:
@@ -259,7 +258,14 @@ def clipped_grad(
     else:
         squares = sum(n * n for n in known)
         bound = math.sqrt(squares) if isinstance(squares, float) else jnp.sqrt(squares)
-    return ClippedGrad(grads_of, bound / normalize_by, has_output, explain)
+    return ClippedGrad(grads_of, bound / _roomy(normalize_by), has_output, explain)
+
+
+def _roomy(number: Any) -> Any:
+    """Return it as Python's float where it is known: whole numbers and half precision would wrap or overflow."""
+    if not isinstance(number, jax.core.Tracer):
+        return float(number)
+    return number.astype(wide(jnp.promote_types(number.dtype, jnp.float16)))
 
 
 def _value_and_grad(

@@ -617,6 +617,21 @@ def test_parameters_divided_by_numbers_near_the_ends_of_the_range(divisor):
     np.testing.assert_allclose(grads, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("number", [jnp.int8(100), jnp.uint8(200), jnp.int32(50_000), jnp.float16(60_000), jnp.bfloat16(3)])
+@pytest.mark.parametrize("by", ["clip norm", "divisor"])
+def test_sensitivity_does_not_wrap_or_overflow(number, by):
+    """Noise is scaled by it: one that is too small would protect nobody."""
+
+    def sensitivity(x):
+        norms = {"a": x, "b": x} if by == "clip norm" else {"a": 1e-3, "b": 1e-3}
+        options = {"l2_clip_norm": norms, "normalize_by": x if by == "divisor" else 1.0}
+        return clipped_grad(lambda p, x: (p["a"] * p["b"] * x).sum(), **options).sensitivity()
+
+    expected = math.sqrt(2) * (float(number) if by == "clip norm" else 1e-3 / float(number))
+    for found in (sensitivity(number), jax.jit(sensitivity)(number), sensitivity(np.asarray(number)[()])):
+        assert float(found) == pytest.approx(expected, rel=1e-3)
+
+
 def test_norms_of_narrow_types_and_large_divisors():
     loss = lambda w, x: jnp.sum(w * x)
     eight = {"a": np.int8(100), "b": np.int8(100)}
