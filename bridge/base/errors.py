@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator
 
 from .user_code import LIBRARIES, OWN
@@ -28,6 +29,15 @@ def user_line(error: BaseException | None = None) -> str:
                 return f"{name}:{line}"
             library = f"{name}:{line}" if library == "?" else library
     return library
+
+
+_SHOWN: dict[str | tuple[str, type[Warning], int], int] = {}
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line, as Python does: once for each line and message."""
+    file, _, line = user_line().rpartition(":")
+    warnings.warn_explicit(message, UserWarning, file or "?", int(line) if file else 0, registry=_SHOWN)
 
 
 _LOCATED = re.compile(r"\S:\d+(: |$)", re.MULTILINE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from ...jax_impl.program.trees import PyTree
 from ..base import torch_internals as ti
-from ..base.errors import FloatsAreStatic, TraceError, user_line
+from ..base.errors import FloatsAreStatic, TraceError, user_line, warn
 from ..base.user_code import is_partly_users
 from ..base.versions import weak_float
 from ..effects.bindings import Effect
@@ -231,10 +230,9 @@ def _warn_of_many(walk: Walk) -> None:
     _COMPILED[code] += 1
     if _COMPILED[code] == _MANY:
         where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-        warnings.warn(
+        warn(
             f"{where} has been compiled {_MANY} times: shapes, static arguments or captured Python values change "
             "between calls. Pass numbers that change as 0-d tensors, and keep shapes fixed (pad the last batch).",
-            stacklevel=4,
         )
 
 

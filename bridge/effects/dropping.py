@@ -7,9 +7,9 @@ Numbers and logs are left as after one run.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
+from ..base.errors import warn
 from ..watch.places import Place
 from ..watch.uses import is_named, uses
 from ..watch.walk import Walk
@@ -20,20 +20,18 @@ from .side_effects import Scratch
 def warn_of_dropped(scratch: Sequence[Scratch], walk: Walk) -> None:
     """Name the places that the user's code writes to and does not read."""
     for name in dict.fromkeys(s.place.name(s.key) for s in scratch if _is_for_later(s.place, s.key, walk)):
-        warnings.warn(
+        warn(
             f"{where(walk)}the function keeps a tensor in {name}, {NO_MEANING}: it is dropped, and {name} stays as "
             "it was. Return the tensor.",
-            stacklevel=2,
         )
 
 
 def warn_of_moving(names: Sequence[str], walk: Walk) -> None:
     """Name what each slice or example would change once more: counters, logs."""
     for name in names:
-        warnings.warn(
+        warn(
             f"{where(walk)}the function changes {name} each time that it runs, {NO_MEANING}: it is not done "
             "once for each of them. Count and collect outside of the function, from what it returns.",
-            stacklevel=2,
         )
 
 

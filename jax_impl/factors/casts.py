@@ -26,7 +26,18 @@ _NARROW = "narrow"  # to one that numbers of usual size overflow
 _SCATTERED = "scattered"  # rows of examples stand in it among zeros, as in the gradient of a lookup
 _SUMS = ("add", "sub", "add_any")
 _JOINING = ("concatenate", "stack", "dynamic_update_slice", "scatter")
-_KEEPING_SIGNS = ("add", "add_any", "mul", "div", "reduce_sum", "convert_element_type", "reshape", "squeeze", "max", "copy")
+_KEEPING_SIGNS = (
+    "add",
+    "add_any",
+    "mul",
+    "div",
+    "reduce_sum",
+    "convert_element_type",
+    "reshape",
+    "squeeze",
+    "max",
+    "copy",
+)
 _SMALL = 1e-9  # below the factors of means, above what brings numbers back that did not fit into 32 bits
 
 Marks: TypeAlias = frozenset[str]

@@ -210,7 +210,7 @@ _ELSEWHERE_WRONG = dict.fromkeys(
 
 @contextlib.contextmanager
 def _while_tracing(action: Callable[[], Any], in_time: list[bool] | None = None) -> Iterator[list[Any]]:
-    """Do something in another thread just while the body of a traced function runs, and note whether it was done then."""
+    """Do something in another thread while the body of a traced function runs, and note whether it was done then."""
     inside, done, results = queue.SimpleQueue(), threading.Event(), []  # setting an event is refused in a trace
 
     def other() -> None:

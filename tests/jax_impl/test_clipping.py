@@ -617,7 +617,9 @@ def test_parameters_divided_by_numbers_near_the_ends_of_the_range(divisor):
     np.testing.assert_allclose(grads, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("number", [jnp.int8(100), jnp.uint8(200), jnp.int32(50_000), jnp.float16(60_000), jnp.bfloat16(3)])
+@pytest.mark.parametrize(
+    "number", [jnp.int8(100), jnp.uint8(200), jnp.int32(50_000), jnp.float16(60_000), jnp.bfloat16(3)]
+)
 @pytest.mark.parametrize("by", ["clip norm", "divisor"])
 def test_sensitivity_does_not_wrap_or_overflow(number, by):
     """Noise is scaled by it: one that is too small would protect nobody."""

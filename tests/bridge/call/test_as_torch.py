@@ -449,6 +449,14 @@ def test_threads() -> None:
         torch.testing.assert_close(result, torch.tanh(x).sum())
 
 
+def test_many_compilations_are_named_in_a_warning_at_the_line_that_calls() -> None:
+    call = through(lambda x: x * 2)
+    with pytest.warns(UserWarning, match=r"test_as_torch\.py:\d+\) has been compiled 32 times") as seen:
+        for i in range(40):
+            call(torch.ones(i + 1))
+    assert [(warning.filename, warning.lineno) for warning in seen] == [(__file__, seen[0].lineno)]
+
+
 # lift
 
 

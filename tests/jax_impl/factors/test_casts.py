@@ -58,7 +58,7 @@ SEEN = {
     "too small, its norm": (f16, lambda g: g / (1e-3 + jnp.linalg.norm((g.astype(f32) * 1e-9).astype(f16)))),
     "too large for 32 bits": (f64, lambda g: (g * 1e39).astype(f32).astype(f64)),
     "too large for 32 bits, scaled down": (f64, lambda g: (g * 1e39).astype(f32) * f32(1e-30)),
-    "too large for 32 bits, divided": (f64, lambda g: (g * 1e39).astype(f32) / jnp.full(g.shape[:1] + (1,), 1e30, f32)),
+    "too large for 32 bits, divided": (f64, lambda g: (g * 1e39).astype(f32) / jnp.full((*g.shape[:1], 1), 1e30, f32)),
     "too small for 32 bits, by a constant": (f64, lambda g: (g * 1e-50).astype(f32) * jnp.float32(1e30)),
     "too small for 32 bits": (f64, lambda g: (g * 1e-50).astype(f32).astype(f64) * 1e50),
     "too small for bfloat16": (f64, lambda g: (g * 1e-50).astype(bf16).astype(f64) * 1e50),
