@@ -76,7 +76,7 @@ def chunked_vmap(
 def mapped_in_chunks(
     fun: Function, chunk_size: int | None, in_axes: PyTree, out_axes: PyTree, kept: Callable[[Function], Function]
 ) -> Function:
-    """:func:`chunked_vmap`; where there are several chunks, ``kept`` says what derivatives keep of each."""
+    """Map as :func:`chunked_vmap`; where there are several chunks, ``kept`` says what derivatives keep of each."""
     if chunk_size is not None:
         chunk_size = positive("chunk_size", chunk_size, "or None for all examples at once")
     if isinstance(in_axes, bool) or not (in_axes is None or isinstance(in_axes, (int, tuple, list))):
@@ -121,7 +121,7 @@ def mapped_in_chunks(
 
 
 def _output_axes(out_axes: PyTree, output: PyTree) -> list[int | None]:
-    """The batch axis of each leaf of the output, counted from the front."""
+    """Return the batch axis of each leaf of the output, counted from the front."""
     named, _ = flatten_with_names(output, "output")
     axes = leaf_axes("out_axes", out_axes, output, "output")
     for (name, out), axis in zip(named, axes, strict=True):

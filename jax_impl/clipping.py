@@ -246,7 +246,7 @@ def clipped_grad(
         return (grads, aux) if has_output else grads
 
     def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Explanation:
-        """Which parameter's per-example gradients stay factors, and which are computed and why; runs nothing."""
+        """Tell which parameter's per-example gradients stay factors, and which are computed and why; run nothing."""
         example, batch = prepared(args, kwargs, is_padding_example, raw=True)
         return explained(example, batch, joined, options.plan(batch.rows).size)
 
@@ -306,7 +306,7 @@ def _checked_padding(padding: Any, rows: int) -> jax.Array:
 
 
 def _without_padding(leaf: jax.Array, axis: int, padding: jax.Array) -> jax.Array:
-    """The first real example in the place of padding, zeros where there is none: a label of -1 would be refused."""
+    """Put the first real example in place of padding, zeros where there is none: a label of -1 would be refused."""
     if not padding.size:
         return leaf
     real = jax.lax.dynamic_index_in_dim(leaf, jnp.argmin(padding), axis)

@@ -326,7 +326,10 @@ def micro_grad(
     batched = arguments.batch(batch_argnums)
 
     def prepared(args: tuple[Any, ...], kwargs: dict[str, Any], raw: bool) -> tuple[Function, Any, Any]:
-        """The program of one example, which also returns the bare gradients if asked to; the batch; see example."""
+        """Return the program of one example, the batch, and what tells, after tracing, which gradients are zero.
+
+        The program also returns the bare gradients if asked to.
+        """
         places = places_to_differentiate(arguments, wanted, args, kwargs)
         axes: dict[Slot, PyTree] = {
             slot: 0 for slot in slots(arguments, "batch_argnums", batched, args, kwargs) if slot is not None
@@ -360,7 +363,7 @@ def micro_grad(
             return accumulate(example, batch, options.plan(batch.rows), joined, jax.vmap, unchanged, factored=True)
 
     def explain(*args: Any, **kwargs: Any) -> Explanation:
-        """Which parameter's per-example gradients stay factors, and which are computed and why; runs nothing."""
+        """Tell which parameter's per-example gradients stay factors, and which are computed and why; run nothing."""
         example, batch, _ = prepared(args, kwargs, raw=True)
         return explained(example, batch, joined, options.plan(batch.rows).size)
 

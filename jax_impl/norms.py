@@ -107,7 +107,7 @@ def rescale_by_norm(scale_fn: Callable[[jax.Array], jax.Array], *, nan_safe: boo
 
 
 def _times(grad: Any, scale: jax.Array, keep: jax.Array | None) -> Any:
-    """The gradient scaled, and zero where it is not to be kept."""
+    """Scale the gradient; make it zero where it is not to be kept."""
     dtype = dtype_of(grad)
     if not jnp.issubdtype(dtype, jnp.inexact):
         return grad
@@ -117,7 +117,7 @@ def _times(grad: Any, scale: jax.Array, keep: jax.Array | None) -> Any:
 
 
 def checked_norms(option: str, norms: PyTree) -> list[Any]:
-    """The clip norms of an option, or the error that names the one at fault."""
+    """Return the clip norms of an option, or raise the error that names the one at fault."""
     named, _ = flatten_with_names(norms, option)
     if not named:
         raise ValueError(f"{option} must hold a positive number, got {norms!r}.")
@@ -165,6 +165,6 @@ def clipped(
 
 
 def _of_what_is_flushed(part: PyTree, dtype: Any) -> float:
-    """The largest norm of entries whose squares are subnormal, which XLA takes for zeros on some devices."""
+    """Return the largest norm of entries whose squares are subnormal, which XLA takes for zeros on some devices."""
     size = sum(leaf.size for leaf in jax.tree.leaves(part))
     return math.sqrt(size * float(jnp.finfo(wide(dtype)).tiny))

@@ -160,7 +160,7 @@ def checkpoint_chunked_scan(
 
 
 def near_root(length: int) -> int:
-    """The divisor of the length that is nearest to its root, within a factor of two; else the root."""
+    """Return the divisor of the length that is nearest to its root, within a factor of two; else the root."""
     root = math.isqrt(max(length, 1))
     if root * root < length:
         root += 1
@@ -232,21 +232,21 @@ class _Loop:
         return cls(step, carry, leaves, count, reverse, unroll, y_shapes, result)
 
     def part(self, first: int, last: int) -> _Loop:
-        """The iterations from ``first`` up to ``last``, which is left out."""
+        """Return the iterations from ``first`` up to ``last``, which is left out."""
         low, high = (self.length - last, self.length - first) if self.reverse else (first, last)
         xs = self.xs if (low, high) == (0, self.length) else [x[low:high] for x in self.xs]
         return dataclasses.replace(self, xs=xs, length=last - first)
 
     def run(self, carry: Arrays) -> tuple[Arrays, Arrays]:
-        """All iterations: the carry and the outputs."""
+        """Run all iterations; return the carry and the outputs."""
         return self._scan(self.step, carry)
 
     def skip(self, carry: Arrays) -> Arrays:
-        """All iterations, for their carry."""
+        """Run all iterations for their carry."""
         return self._scan(lambda c, x: (self.step(c, x)[0], None), carry)[0] if self.length else carry
 
     def run_in_parts(self, size: int, run: Callable[[_Loop, Arrays], tuple[Arrays, Arrays]], carry: Arrays) -> Any:
-        """``run(part, carry)`` for one part of ``size`` iterations after another, in a scan."""
+        """Run ``run(part, carry)`` for one part of ``size`` iterations after another, in a scan."""
         xs = [x.reshape(self.length // size, size, *x.shape[1:]) for x in self.xs]
         unroll = self.unroll if isinstance(self.unroll, bool) else max(self.unroll // size, 1)
         outer = dataclasses.replace(self, xs=xs, length=self.length // size, unroll=unroll)
@@ -257,13 +257,13 @@ class _Loop:
         return jax.lax.scan(body, carry, self.xs, self.length, self.reverse, unroll)
 
     def join(self, earlier: Arrays, later: Arrays) -> Arrays:
-        """Outputs of earlier and of later iterations, in the order of the entries."""
+        """Join outputs of earlier and of later iterations, in the order of the entries."""
         pairs = zip(later, earlier, strict=True) if self.reverse else zip(earlier, later, strict=True)
         return [jnp.concatenate(pair) for pair in pairs]
 
 
 def _sliced(loop: _Loop, kept: range) -> tuple[Arrays, Arrays]:
-    """The carry and the outputs of the entries ``kept``."""
+    """Compute the carry and the outputs of the entries ``kept``."""
     length, count, stride = loop.length, len(kept), abs(kept.step)
     if not count:
         return loop.skip(loop.carry), [jnp.zeros((0, *y.shape), y.dtype) for y in loop.y_shapes]
@@ -280,7 +280,7 @@ def _sliced(loop: _Loop, kept: range) -> tuple[Arrays, Arrays]:
 
 
 def _strided(loop: _Loop, first: int, last: int, stride: int) -> tuple[Arrays, Arrays]:
-    """The carry and the outputs of the iterations ``first, first + stride, ..., last``."""
+    """Compute the carry and the outputs of the iterations ``first, first + stride, ..., last``."""
     # The scan is cut into blocks of one stride, each with one kept iteration at the same place. As many iterations as
     # there are before the first kept one go into its block, up to a whole stride.
     place = min(first, stride - 1)
@@ -305,7 +305,7 @@ def _strided(loop: _Loop, first: int, last: int, stride: int) -> tuple[Arrays, A
 
 
 def _checkpointed(loop: _Loop, size: int) -> tuple[Arrays, Arrays]:
-    """The carry and the outputs of all iterations, in chunks that the derivative computes again."""
+    """Compute the carry and the outputs of all iterations, in chunks that the derivative computes again."""
 
     def chunk(part: _Loop, carry: Arrays, in_scan: bool) -> tuple[Arrays, Arrays]:
         # Inside a scan nothing can merge the two computations, so the guard against it is only in the way.
@@ -351,7 +351,7 @@ def _is_step(output: PyTree, treedef: Any) -> bool:
 
 
 def _promoted(carry: Arrays, after: PyTree) -> Arrays | None:
-    """The carry with Python numbers in the types that ``f`` gives them, as in ``lax.scan``; None if none changes."""
+    """Return the carry, Python numbers in the types that ``f`` gives them, as in ``lax.scan``; None if none changes."""
 
     def moves(before: jax.Array, after: Any) -> bool:
         return is_weak(before) and before.dtype != after.dtype == jnp.result_type(before, after.dtype)

@@ -58,7 +58,7 @@ class Static(Generic[T]):
 
 
 def _typed(value: Any) -> Any:
-    """The value, such that values which Python takes to be equal differ where a program can tell them apart."""
+    """Return the value, such that values that Python takes to be equal differ where a program can tell them apart."""
     kind: type = type(value)
     if isinstance(value, tuple):
         return kind, tuple(map(_typed, value))

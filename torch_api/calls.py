@@ -26,7 +26,7 @@ Kwargs: TypeAlias = dict[str, PyTree]
 
 
 def finish(run: Fun, fun: Fun, leading: Callable[..., Args], recompute: bool = False) -> Fun:
-    """``run(*leading(*args), *args)`` as a torch callable that looks like ``fun``."""
+    """Return ``run(*leading(*args), *args)`` as a torch callable that looks like ``fun``."""
     call: Any = as_torch(_signed(run, fun), recompute=recompute)
 
     @disable_dynamo
@@ -39,7 +39,7 @@ def finish(run: Fun, fun: Fun, leading: Callable[..., Args], recompute: bool = F
 
 
 def explain_with(explain: Fun, fun: Fun, leading: Callable[..., Args]) -> Fun:
-    """``explain(*leading(*args), *args)``, a JAX function that returns no arrays, for torch's arguments."""
+    """Return ``explain(*leading(*args), *args)``, a JAX function that returns no arrays, for torch's arguments."""
     ask = asking(_signed(lambda *args, **kwargs: explain(*args, **kwargs), fun))
 
     @functools.wraps(python_function(fun))
@@ -60,7 +60,7 @@ def _signed(run: Fun, fun: Fun) -> Fun:
 
 
 def parameter_names(fun: Fun) -> list[str]:
-    """The names of the parameters that can be passed by position."""
+    """Return the names of the parameters that can be passed by position."""
     try:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return [p.name for p in inspect.signature(fun).parameters.values() if p.kind in kinds]
@@ -69,7 +69,7 @@ def parameter_names(fun: Fun) -> list[str]:
 
 
 def place_of(fun: Fun, target: int | str, args: Args, kwargs: Kwargs) -> int | str | None:
-    """Where a call passes an argument: its position, its name, or None."""
+    """Return where a call passes an argument: its position, its name, or None."""
     names = parameter_names(fun)
     if isinstance(target, str):
         if target in kwargs:
@@ -83,7 +83,7 @@ def place_of(fun: Fun, target: int | str, args: Args, kwargs: Kwargs) -> int | s
 
 
 def replace(fun: Fun, target: int | str, args: Args, kwargs: Kwargs, change: Fun) -> tuple[Args, Kwargs]:
-    """The arguments of a call with one of them changed, where the call passes it."""
+    """Return the arguments of a call with one of them changed, where the call passes it."""
     place = place_of(fun, target, args, kwargs)
     if isinstance(place, int):
         return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
@@ -124,7 +124,7 @@ def number_rows_by_name(fun: Fun, args: Args, kwargs: Kwargs) -> Kwargs:
 
 
 def numbers_to_tensors(tree: PyTree) -> PyTree:
-    """The tree with its Python numbers as tensors, on the device of the first tensor in it."""
+    """Return the tree with its Python numbers as tensors, on the device of the first tensor in it."""
     tree = to_jax_tree(tree)
     found = next((leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, torch.Tensor)), None)
     device = None if found is None else found.device
@@ -136,13 +136,13 @@ def numbers_to_tensors(tree: PyTree) -> PyTree:
 
 
 def _common(lengths: Sequence[set[int]]) -> int | None:
-    """The one length there is; None where the transform itself will complain, of what its user passed."""
+    """Return the one length there is; None where the transform itself will complain, of what its user passed."""
     every = set().union(*lengths)
     return every.pop() if len(every) == 1 else None
 
 
 def _lengths(value: PyTree, axis: PyTree) -> set[int]:
-    """The lengths of the batch axes of those leaves that have one."""
+    """Return the lengths of the batch axes of those leaves that have one."""
     try:
         spread = jax.tree.map(
             lambda a, part: [a] * len(jax.tree.leaves(part)), axis, value, is_leaf=lambda a: a is None

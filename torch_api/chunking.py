@@ -85,7 +85,7 @@ def chunked_vmap(
 
 
 def _either(name: str, value: PyTree, torch_name: str, torch_value: PyTree) -> PyTree:
-    """One option under two names."""
+    """Return the value of one option that has two names."""
     if torch_value == 0:
         return value
     if value != 0:

@@ -105,7 +105,7 @@ def rescale_by_norm(
 
 
 def _scaled(grads: PyTree, scale: torch.Tensor, keep: torch.Tensor | None) -> PyTree:
-    """The gradients scaled, and zero where they are not to be kept."""
+    """Scale the gradients; make them zero where they are not to be kept."""
 
     def apply(leaf: PyTree) -> PyTree:
         if not _moves(leaf):
@@ -133,7 +133,7 @@ def _wide(leaf: torch.Tensor) -> torch.dtype:
 
 
 def _numbers(norms: PyTree) -> PyTree:
-    """For the checks at wrapping time: the values of tensors."""
+    """Return the values of tensors, for the checks at wrapping time."""
     return torch.utils._pytree.tree_map(lambda n: n.item() if isinstance(n, torch.Tensor) and not n.ndim else n, norms)
 
 
@@ -412,7 +412,7 @@ class _WithLoss(torch.nn.Module):
 
 
 def _check_one_process(fun: Fun) -> None:
-    """A ValueError for parameters that several processes share: the hooks that would add up gradients do not run."""
+    """Raise a ValueError for parameters that several processes share: hooks that would add up gradients do not run."""
     walk = Walk(fun)
     parts = (part for module in walk.modules for part in module.modules())
     for kind in dict.fromkeys(map(type, (*walk.tensors, *parts))):
@@ -427,7 +427,7 @@ def _check_one_process(fun: Fun) -> None:
 
 @functools.cache
 def _shares_parameters(kind: type) -> str | None:
-    """The name of torch's class that spreads a module or a parameter over processes, if this is one."""
+    """Return the name of torch's class that spreads a module or a parameter over processes, if this is one."""
     for base in kind.__mro__:
         # Checkpointed and offloaded activations stand among the algorithms.
         if base.__module__.startswith(("torch.nn.parallel.distributed", "torch.distributed.")):
@@ -436,7 +436,7 @@ def _shares_parameters(kind: type) -> str | None:
 
 
 def _check_modules(fun: Fun) -> None:
-    """A ValueError for batch normalisation in training mode in a module that the function is or refers to."""
+    """Raise a ValueError for batch normalisation in training mode in a module that the function is or refers to."""
     seen: set[torch.nn.Module] = set()
     for module in Walk(fun).modules:
         for name, part in module.named_modules(seen):

@@ -296,7 +296,7 @@ _in_the_form_of = as_torch(lambda v, x, product: coordinates(v, x)[1](product))
 
 
 def _function(f: Fun) -> Fun:
-    """``f`` traced. What it draws, it draws once: all columns belong to the same function."""
+    """Trace ``f``. What it draws, it draws once: all columns belong to the same function."""
     traced = to_jax_callable(f)
     if not is_traced(traced):
         return traced
@@ -310,7 +310,7 @@ def _sized(
     batch_size: int | None,
     max_bytes: int | None,
 ) -> Making:
-    """The matrix, in blocks of the size that was asked for."""
+    """Return the matrix, in blocks of the size that was asked for."""
     if max_bytes is None:
         return make(nbatches, batch_size)
     if is_transformed(()):
@@ -344,7 +344,7 @@ def _compute(matrix: Making, x: PyTree, out: Out | None, progress: bool) -> Out:
 
 @disable_dynamo
 def _leaner(matrix: Making, x: PyTree) -> Fun:
-    """The function that computes the matrix: in one block instead, if XLA plans less temporary memory so."""
+    """Return the function that computes the matrix: in one block instead, if XLA plans less temporary memory so."""
 
     def in_blocks(x: PyTree) -> tuple[jax.Array, jax_impl.Static[tuple[Layout, int]]]:
         made = matrix(x)
@@ -367,7 +367,7 @@ def _leaner(matrix: Making, x: PyTree) -> Fun:
 def _blocks(
     matrix: Making, x: PyTree, progress: bool, out: Out | None = None
 ) -> tuple[Layout, Iterator[tuple[slice, torch.Tensor]]]:
-    """The layout, and the blocks to be computed one by one."""
+    """Return the layout, and the blocks to be computed one by one."""
     bar = progress_bar(progress)
     if is_transformed(()):
         raise TypeError(
@@ -391,7 +391,7 @@ def _blocks(
 
 
 def _linearise(matrix: Making, x: PyTree, out: Out | None) -> tuple[PyTree, Layout]:
-    """The function linearised at ``x``, and the layout; ``out`` is checked before anything runs."""
+    """Return the function linearised at ``x``, and the layout; check ``out`` before anything runs."""
     # Torch's names of dtypes are NumPy's behind a prefix.
     wanted = None if out is None else (tuple(out.shape), str(out.dtype).removeprefix("torch."))
 
@@ -434,7 +434,7 @@ def _device(x: PyTree) -> torch.device:
 
 
 def _unflatten(x: PyTree) -> Fun:
-    """What turns a vector into a tree like ``x``."""
+    """Return what turns a vector into a tree like ``x``."""
     leaves, treedef = flatten(to_jax_tree(x))
     like = [(leaf.shape, leaf.dtype) for leaf in leaves]
     sizes = [math.prod(shape) for shape, _ in like]

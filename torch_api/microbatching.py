@@ -367,25 +367,25 @@ def assign_grads(model: torch.nn.Module, grads: Mapping[str, torch.Tensor]) -> N
 
 
 def of_gradients(fun: Fun) -> Fun:
-    """A function of one example's gradients, without the row number that a batch argument carries."""
+    """Return a function of one example's gradients, without the row number that a batch argument carries."""
     traced = to_jax_callable(fun)
     return lambda grads: traced(without_rows(grads)[0])
 
 
 def listed(value: int | str | Sequence[int | str]) -> list[Any]:
-    """``argnums`` and ``argnames`` may be one or several."""
+    """Return ``argnums`` or ``argnames``, which may be one or several, as a list."""
     return [value] if isinstance(value, (int, str)) else list(value)
 
 
 def _host(num_real: int | torch.Tensor | None) -> int | None:
-    """For the checks at wrapping time: a tensor stands for some number."""
+    """Return a number for the checks at wrapping time; None, which stands for some number, for a tensor."""
     return None if isinstance(num_real, torch.Tensor) else num_real
 
 
 def per_example(
     traced: Fun, wanted: Sequence[int], batched: Sequence[int], frozen: Frozen, args: Args, kwargs: Kwargs
 ) -> tuple[Fun, Args, Kwargs]:
-    """A loss for the transforms that differentiate each example, and the arguments to pass to it.
+    """Return a loss for the transforms that differentiate each example, and the arguments to pass to it.
 
     It leaves frozen parameters alone, follows torch's convention for complex ones, and draws for each row by number.
     """
@@ -403,7 +403,7 @@ def per_example(
 
 
 def frozen_flags(fun: Fun, wanted: Sequence[int], args: Args, kwargs: Kwargs) -> Frozen:
-    """For each differentiated argument, which of its tensors are frozen parameters."""
+    """Tell, for each differentiated argument, which of its tensors are frozen parameters."""
     flags = []
     for position in wanted:
         place = place_of(fun, position, args, kwargs)
@@ -419,7 +419,7 @@ def frozen_flags(fun: Fun, wanted: Sequence[int], args: Args, kwargs: Kwargs) ->
 
 
 def _conjugate(tree: PyTree) -> PyTree:
-    """Differentiating in the conjugate of a complex parameter gives torch's gradient where JAX's is the conjugate."""
+    """Conjugate complex parameters: a derivative in the conjugate is torch's gradient where JAX's is the conjugate."""
 
     def convert(leaf: PyTree) -> PyTree:
         if isinstance(leaf, float):

@@ -134,7 +134,7 @@ def _scan(scan: Fun, f: Fun, init: PyTree, xs: PyTree, options: dict[str, Any]) 
 
 
 def _numbered(f: Fun, xs: PyTree, length: int | None) -> PyTree:
-    """``xs`` with the number of each entry, so that random draws can tell steps apart."""
+    """Return ``xs`` with the number of each entry, so that random draws can tell steps apart."""
     lengths = {leaf.shape[0] if getattr(leaf, "shape", ()) else None for leaf in jax.tree.leaves(xs)}
     lengths |= {length} - {None}
     if len(lengths) != 1 or not all(isinstance(n, int) and n >= 0 for n in lengths) or not is_traced(f):

@@ -35,7 +35,7 @@ Again: TypeAlias = tuple[Flat, Draw, list[torch.Tensor], list[int | None]]  # a 
 
 
 def apply(flat: Flat, key: Draw, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-    """The outputs of a flat function, as part of whatever torch does around it; None for a gradient that is zero."""
+    """Run a flat function, as part of whatever torch does around it; None stands for a gradient that is zero."""
     outer = recording()
     if outer is not None:
         tensors = [outer.stand_in(ti.substituted(t)) for t in tensors]
@@ -49,7 +49,7 @@ def apply(flat: Flat, key: Draw, tensors: Sequence[torch.Tensor]) -> Sequence[to
 
 
 def _is_apart(flat: Flat, program: Program, i: int, tensor: torch.Tensor) -> bool:
-    """Whether an input is no part of the call's graph: what is not read, and state that is only read as a number."""
+    """Tell whether an input is no part of the call's graph: not read, or state that is only read as a number."""
     is_state = i >= flat.root.count and tensor.grad_fn is not None
     if i in program.unread:  # what is written to where autograd does not record keeps its history
         return i in program.flat or i not in program.written
@@ -63,7 +63,7 @@ def _present(program: Program, outputs: Sequence[torch.Tensor]) -> Sequence[torc
 
 
 def is_transformed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the call is inside ``torch.func`` or a recording, or one of the tensors is a dual number."""
+    """Tell whether the call is inside ``torch.func`` or a recording, or a tensor is a dual number."""
     if (
         recording() is not None
         or ti.are_functorch_transforms_active()
@@ -74,7 +74,10 @@ def is_transformed(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def find_program(flat: Flat, tensors: Sequence[torch.Tensor]) -> Program:
-    """The compiled program for tensors of this form. Not kept if its trace met captured tensors for the first time."""
+    """Return the program for tensors of this form, compiled.
+
+    It is not kept if its trace met captured tensors for the first time.
+    """
     signature = _signature(flat, tensors)
     with LOCK:
         program = PROGRAMS.find(signature)
@@ -147,7 +150,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; torch does not count for one that was made in inference mode."""
+    """Return how often a tensor was written to; torch does not count for one that was made in inference mode."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -250,7 +253,7 @@ class _Transformed(torch.autograd.Function):
 
 
 def _dependent(flat: Flat, tensors: Sequence[torch.Tensor], need: Sequence[bool]) -> list[bool]:
-    """Which outputs of a flat function depend on the needed inputs, in the sense of autograd."""
+    """Tell which outputs of a flat function depend on the needed inputs, in the sense of autograd."""
     forms = tuple((t.dtype, t.shape) for t in tensors)
     signature = Key.of((flat.key, tuple(need), forms))
     with LOCK:
@@ -268,7 +271,7 @@ class _Call:
         self.flat = flat
 
     def results(self, tensors: Sequence[torch.Tensor]) -> list[Meta]:
-        """Dtypes and shapes of what the call returns."""
+        """Return dtypes and shapes of what the call returns."""
         avals = [jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for t in tensors]
         key = jax.ShapeDtypeStruct((2,), "uint32")
         found = jax.eval_shape(lambda key, *arrays: self.lower(*arrays, _results=None, _key=key), key, *avals)

@@ -39,7 +39,7 @@ class Checked:
     """A compiled program. A call raises for the first of its checks that failed."""
 
     def __init__(self, traced: jax.stages.Traced, call: Call, arguments: Sequence[PyTree]) -> None:
-        """``arguments`` are the shapes that ``traced`` was traced with."""
+        """Compile a program; ``arguments`` are the shapes that ``traced`` was traced with."""
         writer = _Writer(call)
         self._reports = jax_device(call.device).platform == "cpu" and writer.asks(traced.jaxpr.jaxpr)
         if self._reports:
@@ -49,7 +49,7 @@ class Checked:
         call.traces.clear()
 
     def __call__(self, *args: PyTree) -> PyTree:
-        """The program's outputs."""
+        """Return the program's outputs."""
         if not self._reports:
             return self.compiled(*args)
         outputs, report = self.compiled(*args)
@@ -60,12 +60,12 @@ class Checked:
         return outputs
 
     def memory_analysis(self) -> Any:
-        """XLA's figures."""
+        """Return XLA's figures of the memory that the program takes."""
         return self.compiled.memory_analysis()
 
 
 class _Writer:
-    """Evaluates a jaxpr, its checks as reports. What asks for nothing is left as it is."""
+    """An evaluator of a jaxpr, its checks as reports. What asks for nothing is left as it is."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -73,7 +73,7 @@ class _Writer:
         self._asks: dict[Jaxpr, bool] = {}
 
     def program(self, traced: jax.stages.Traced) -> Callable[..., tuple[PyTree, Report]]:
-        """The traced function with a report beside its outputs."""
+        """Return the traced function with a report beside its outputs."""
         structure, closed = jax.tree.structure(traced.out_info), traced.jaxpr
 
         def program(*args: PyTree) -> tuple[PyTree, Report]:
@@ -85,7 +85,7 @@ class _Writer:
         return program
 
     def asks(self, jaxpr: Jaxpr) -> bool:
-        """Whether there is a check in a jaxpr, or in one within it."""
+        """Tell whether there is a check in a jaxpr, or in one within it."""
         if jaxpr not in self._asks:
             self._asks[jaxpr] = any(map(self._has_check, jaxpr.eqns))
         return self._asks[jaxpr]
@@ -97,7 +97,7 @@ class _Writer:
         return any(self.asks(jaxpr) for jaxpr in ([called.jaxpr] if called is not None else inner_programs(equation)))
 
     def _called(self, equation: JaxprEqn) -> ClosedJaxpr | None:
-        """What a recorded torch function computes: traced here, and lowered from that trace."""
+        """Return what a recorded torch function computes: traced here, and lowered from that trace."""
         if "program" not in equation.params:
             return None
         program, avals = equation.params["program"], tuple(v.aval for v in equation.invars)
@@ -106,7 +106,7 @@ class _Writer:
         return self.call.traces[program, avals]
 
     def run(self, jaxpr: Jaxpr, consts: Arrays, args: Arrays) -> Outputs:
-        """Outputs, and the reports of the checks, in their order."""
+        """Return outputs, and the reports of the checks, in their order."""
         reports: list[Report] = []
 
         def compute(equation: JaxprEqn, values: list[jax.Array]) -> list[jax.Array]:
@@ -215,6 +215,6 @@ class _Writer:
 
 
 def _first(reports: Sequence[Report]) -> Report:
-    """The first report of a failure, or one of none."""
+    """Return the first report of a failure, or one of none."""
     none = [] if reports else [jnp.zeros(3, jnp.int64)]
     return functools.reduce(lambda one, two: jax.lax.select(one[0] != 0, one, two), [*none, *reports])

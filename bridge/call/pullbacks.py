@@ -22,7 +22,7 @@ LinearMap: TypeAlias = Callable[..., Arrays]  # of tangents, whose forms the fun
 
 
 def pull_back(move: LinearMap, inputs: Forms, live: Sequence[bool], cotangents: Arrays) -> list[jax.Array]:
-    """The transpose of what JAX linearised, for cotangents of ``live`` outputs; complex numbers as torch has them.
+    """Transpose what JAX linearised, for cotangents of ``live`` outputs; complex numbers as torch has them.
 
     The other outputs are taken out before, also of loops, whose transpose knows absent cotangents of carries no more
     than JAX's pullbacks do.
@@ -71,7 +71,7 @@ class Pullback:
         return Backward(Checked(traced, call, arguments), absent, read_inputs(traced.jaxpr)[: len(self.saved)])
 
     def reads_and_moves(self) -> tuple[list[bool], list[bool]]:
-        """Which saved inputs the backward pass of all outputs reads, and which inputs have a gradient."""
+        """Tell which saved inputs the backward pass of all outputs reads, and which inputs have a gradient."""
 
         def move(saved: Arrays, residuals: Arrays, tangents: Arrays) -> Arrays:
             return self._move(saved, residuals)(*tangents)
@@ -84,12 +84,12 @@ class Pullback:
 
 
 def independent(jaxpr: ClosedJaxpr, first: int) -> list[bool]:
-    """Which results do not depend on the inputs from ``first`` on."""
+    """Tell which results do not depend on the inputs from ``first`` on."""
     return [not d for d in dependent_outputs(jaxpr, [i >= first for i in range(len(jaxpr.in_avals))])]
 
 
 def unread(jaxpr: ClosedJaxpr) -> set[int]:
-    """The inputs, after the key, that are not read: state that is bound anew leads back to no call before."""
+    """Return the inputs, after the key, that are not read: state that is bound anew leads back to no call before."""
     inner = jaxpr.jaxpr
     read = {id(v) for v in (*inner.outvars, *(v for equation in inner.eqns for v in equation.invars))}
     return {i for i, v in enumerate(inner.invars[1:]) if id(v) not in read}

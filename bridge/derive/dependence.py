@@ -16,7 +16,7 @@ _CALLS = PLAIN_CALLS | {"checkpoint": "jaxpr", "remat2": "jaxpr"}
 
 
 def dependent_outputs(jaxpr: jex.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which results of a closed jaxpr depend on the inputs that are named."""
+    """Tell which results of a closed jaxpr depend on the inputs that are named."""
     return _depend(jaxpr.jaxpr, inputs)
 
 
@@ -26,7 +26,7 @@ def _depend(jaxpr: jex.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 def _dependence(equation: jex.JaxprEqn, given: list[bool]) -> list[bool]:
-    """Which results of an operation depend on these operands."""
+    """Tell which results of an operation depend on these operands."""
     every, program, body = [True] * len(equation.outvars), _program(equation), called(equation, _CALLS)
     if body is not None:
         return _depend(body.jaxpr, given)
@@ -48,7 +48,7 @@ def _dependence(equation: jex.JaxprEqn, given: list[bool]) -> list[bool]:
 
 
 def read_inputs(jaxpr: jex.ClosedJaxpr) -> list[bool]:
-    """Which inputs of a closed jaxpr have values that count; a linear map is read as its transpose reads it."""
+    """Tell which inputs of a closed jaxpr have values that count; a linear map is read as its transpose reads it."""
     return _read(jaxpr.jaxpr)
 
 

@@ -57,7 +57,7 @@ def _tracked(inputs: Sequence[torch.Tensor], need: Sequence[bool]) -> list[torch
 def vjp_rule(
     fun: TensorFunction, inputs: Tensors, cotangents: Tensors, need: Sequence[bool], moving: Sequence[int]
 ) -> Tensors:
-    """Jᵀ c for the inputs that are needed."""
+    """Compute Jᵀ c for the inputs that are needed."""
     inputs = _tracked(inputs, need)
     wanted = [x for x, n in zip(inputs, need, strict=True) if n]
     outputs = fun(*inputs)
@@ -80,7 +80,7 @@ def vjp_rule(
 def jvp_rule(
     fun: TensorFunction, inputs: Tensors, tangents: Tensors, need: Sequence[bool], moving: Sequence[int]
 ) -> Tensors:
-    """J t as the derivative of u -> Jᵀu, which is linear in u: every op that torch can differentiate twice has it."""
+    """Compute J t as the derivative of the linear u -> Jᵀu: every op that torch can differentiate twice has it."""
     inputs = _tracked(inputs, need)
     wanted = [x for x, n in zip(inputs, need, strict=True) if n]
     found_outputs = fun(*inputs)
@@ -125,7 +125,7 @@ def _refuse(line: str | None) -> None:
 
 
 def _has_own_jvp(outputs: Iterable[torch.Tensor]) -> bool:
-    """Whether a user's Function that says itself how tangents move stands behind some output."""
+    """Tell whether a user's Function that says itself how tangents move stands behind some output."""
     seen: set[torch.autograd.graph.Node] = set()
     stack = [o.grad_fn for o in outputs]
     while stack:
@@ -143,7 +143,7 @@ def _has_own_jvp(outputs: Iterable[torch.Tensor]) -> bool:
 def _pushed_forward(
     fun: TensorFunction, inputs: Tensors, tangents: Tensors, need: Sequence[bool], moving: Sequence[int]
 ) -> Tensors:
-    """J t by torch's own forward mode, which has one level."""
+    """Compute J t by torch's own forward mode, which has one level."""
     current = recording()
     if current is None or current.recorder.pushes_forward:
         raise NoForwardMode(f"{user_line()}: forward mode over forward mode, through a Function with a jvp of its own.")
@@ -167,11 +167,11 @@ class _Flow:
         self.cuts, self.hooks = len(self.recorder.cuts), len(self.recorder.hooked)
 
     def hooked(self) -> str | None:
-        """The line of a hook that changed what passed."""
+        """Return the line of a hook that changed what passed."""
         return next(iter(self.recorder.hooked[self.hooks :]), None)
 
     def untracked(self, gradients: Sequence[torch.Tensor | None], only_no_grad: bool = False) -> str | None:
-        """Where gradients are made from the cotangents behind the back of autograd."""
+        """Return the line where gradients are made from the cotangents behind the back of autograd."""
         made = _made_from(self.recorder, self.sources)
         cuts = {
             cut.node: cut.line
@@ -188,7 +188,7 @@ class _Flow:
         return user_line() if lost and not only_no_grad else None
 
     def _is_flat(self, index: int) -> bool:
-        """Whether a result does not move with what it is made from, by little steps."""
+        """Tell whether a result does not move with what it is made from, by little steps."""
         node = self.recorder.nodes[index]
         if node is None:
             return False
@@ -198,7 +198,7 @@ class _Flow:
         )
 
     def reaching(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
-        """The line of an op by which a tensor is made from the cotangents, if a user's backward pass had them.
+        """Return the line of an op by which a tensor is made of the cotangents, if a user's backward pass had them.
 
         torch's own backward passes are linear, also where they are not written so (``matrix_exp``).
         """
@@ -213,7 +213,7 @@ class _Flow:
 
 
 def _made_from(recorder: Recorder, sources: set[int]) -> set[int]:
-    """The nodes whose values depend on those of some nodes."""
+    """Return the nodes whose values depend on those of some nodes."""
     found = set(sources)
     for i in range(min(sources, default=len(recorder.nodes)), len(recorder.nodes)):
         node = recorder.nodes[i]
@@ -225,7 +225,7 @@ def _made_from(recorder: Recorder, sources: set[int]) -> set[int]:
 
 
 def _read_by(node: Node) -> Iterable[int]:
-    """The nodes whose values a node reads."""
+    """Return the nodes whose values a node reads."""
     name = ti.op_name(node.op)
     if isinstance(node.op, Barrier):  # the last is waited for, not read
         return (leaf.node for leaf in node.leaves[:-1] if isinstance(leaf, Ref))

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class DeletedFunction(RuntimeError):
-    """A function that is gone was to be recorded once more."""
+    """The error of a function that is gone and was to be recorded once more."""
 
 
 class Original:
@@ -58,7 +58,10 @@ class Original:
         clocks: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """``clocks`` says whether its code may read one; ``check`` refuses what its backward pass leaves behind."""
+        """Hold the function and the ``known`` ones of the tensors that it captures.
+
+        ``clocks`` says whether its code may read a clock; ``check`` refuses what its backward pass leaves behind.
+        """
         self.fun, self.clocks, self.check = fun, clocks, check
         self.captured = list(known)
         self.derived: dict[tuple[str, tuple[bool, ...], tuple[int, ...]], tuple[TorchFunction, Original]] = {}
@@ -134,12 +137,12 @@ class TorchFunction:
         return self.source.captured
 
     def call(self, make_key: Callable[[], jax.Array], arrays: Arrays) -> list[jax.Array]:
-        """Outputs, then the final values of the captured tensors that the function writes to."""
+        """Compute outputs, then the final values of the captured tensors that the function writes to."""
         key = make_key() if self.draws else np.zeros(2, np.uint32)
         return torch_call_p.bind(key, *arrays, program=self.program(Forward))
 
     def graph(self, need: tuple[bool, ...]) -> Graph:
-        """The recording with the gradients of the inputs that ``need`` names."""
+        """Return the recording with the gradients of the inputs that ``need`` names."""
         if need not in self._graphs:
             larger = (graph.for_inputs(need) for graph in list(self._graphs.values()))
             self._graphs[need] = next((g for g in larger if g is not None), None) or self._record(need)
@@ -152,7 +155,7 @@ class TorchFunction:
         return graph
 
     def backward(self, need: tuple[bool, ...], live: tuple[bool, ...]) -> tuple[Graph, bool]:
-        """The recording with the cotangents of some differentiable outputs; whether it reads the usual residuals."""
+        """Return the recording with cotangents of some differentiable outputs, and if it reads the usual residuals."""
         whole = self.graph(need)
         part = whole if all(live) else for_outputs(whole, live)
         if part is not None:
@@ -160,18 +163,18 @@ class TorchFunction:
         return self._record(need, list(itertools.compress(self.differentiable(need), live))), False
 
     def program(self, kind: Callable[..., P], *args: object) -> P:
-        """The program of a kind, made once: equal calls then share their compiled code."""
+        """Return the program of a kind, made once: equal calls then share their compiled code."""
         if (kind, args) not in self._programs:
             self._programs[kind, args] = kind(self, *args)
         return self._programs[kind, args]
 
     def vjp(self, need: tuple[bool, ...], live: tuple[bool, ...]) -> TorchFunction:
-        """(inputs, cotangents of the live differentiable outputs) -> gradients, as a torch function of its own."""
+        """Return (inputs, cotangents of the live differentiable outputs) -> gradients, as another torch function."""
         outputs = tuple(itertools.compress(self.differentiable(need), live))
         return self._derive("vjp", need, outputs, [self.outputs[i] for i in outputs])
 
     def jvp(self, need: tuple[bool, ...]) -> TorchFunction:
-        """(inputs, tangents of the needed inputs) -> tangents of the differentiable outputs."""
+        """Return (inputs, tangents of the needed inputs) -> tangents of the differentiable outputs."""
         tangents = [meta for meta, n in zip(self.metas, need, strict=True) if n]
         return self._derive("jvp", need, tuple(self.differentiable(need)), tangents)
 
@@ -218,7 +221,7 @@ class Forward(Program):
         return _evaluate(self.function.first, key, arrays, saving=False)
 
     def jvp(self, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
-        """Outputs and their tangents; residuals and mutations carry none."""
+        """Compute outputs and their tangents; residuals and mutations carry none."""
         function = self.function
         need = _needed(function.metas, tangents[1:])
         if not any(need):
@@ -240,7 +243,7 @@ class Forward(Program):
 
 
 class Saving(Forward):
-    """As Forward, and then the residuals that the backward half reads."""
+    """Inputs -> what :class:`Forward` returns, and then the residuals that the backward half reads."""
 
     def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
         super().__init__(function)
@@ -271,7 +274,7 @@ class Backward(Program):
         return [m.aval for m, n in zip(self.function.metas, self.need, strict=True) if n]
 
     def depends(self, given: Sequence[bool]) -> list[bool]:
-        """Which gradients depend on the inputs, residuals and cotangents that are named."""
+        """Tell which gradients depend on the inputs, residuals and cotangents that are named."""
         graph, first = self.graph, len(given) - len(self.graph.cotangents)
         needed = list(itertools.compress(itertools.count(), graph.need))
         ways = list(itertools.compress(itertools.compress(graph.reach, graph.differentiable), given[first:]))
@@ -360,7 +363,7 @@ class Linear(Program):
         return found
 
     def transpose(self, residuals: Arrays, cotangents: Tangents) -> Tangents:
-        """Gradients for cotangents, None for one that is not there."""
+        """Compute gradients for cotangents, None for one that is not there."""
         live = tuple(c is not None for c in cotangents)
         program = self.function.program(Backward, self.need, live)
         grads = torch_call_p.bind(*residuals, *itertools.compress(cotangents, live), program=program)

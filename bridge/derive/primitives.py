@@ -50,11 +50,11 @@ class Program:
         raise NotImplementedError
 
     def mapped_outputs(self, axes: Sequence[int | None]) -> list[bool]:
-        """Which results differ between rows; more than that are said to where telling them apart is of no use."""
+        """Tell which results differ between rows; more are said to where telling them apart is of no use."""
         return [True] * len(self.avals)
 
     def batched(self, axes: tuple[int | None, ...], size: int) -> Batched:
-        """The program mapped over these axes of its inputs, made once."""
+        """Return the program mapped over these axes of its inputs, made once."""
         made: dict[tuple[tuple[int | None, ...], int], Batched] = self.__dict__.setdefault("_batched", {})
         if (axes, size) not in made:
             made[axes, size] = Batched(self, axes, size)
@@ -95,7 +95,7 @@ class Batched(Program):
         return self._as_mapped(outs), self._as_mapped(all_moved)
 
     def _as_mapped(self, rows: Sequence[Array]) -> list[Array]:
-        """The first row of what is the same for all."""
+        """Return the first row of what is the same for all."""
         first = lambda r: r[0] if self.size else jnp.zeros(r.shape[1:], r.dtype)
         return [r if mapped or r is None else first(r) for r, mapped in zip(rows, self.mapped, strict=True)]
 

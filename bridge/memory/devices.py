@@ -138,7 +138,7 @@ def _memory(device: torch.device) -> GpuMemory:
 
 
 def forked_child() -> bool:
-    """Whether this process was forked from one in which JAX was loaded."""
+    """Tell whether this process was forked from one in which JAX was loaded."""
     return _forked
 
 

@@ -70,5 +70,5 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def has_torch_dtype(dtype: object) -> bool:
-    """Whether torch has a counterpart of an array's dtype."""
+    """Tell whether torch has a counterpart of an array's dtype."""
     return dtype in _TO_TORCH

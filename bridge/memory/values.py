@@ -195,7 +195,7 @@ def _as_plain(tensor: object) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a permutation of a contiguous one, which is what XLA can address."""
+    """Tell whether the tensor is a permutation of a contiguous one, which is what XLA can address."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:  # its stride is never used and may be anything
@@ -351,12 +351,12 @@ def results_to_tensors(
 
 
 def has_own_data(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has data of its own, in order."""
+    """Tell whether the tensor has data of its own, in order."""
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
 
 
 def unusual_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a tensor that is not contiguous."""
+    """Return the strides of a tensor that is not contiguous."""
     with torch._C.DisableTorchFunction():
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous():
             return None
@@ -364,7 +364,7 @@ def unusual_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def is_interpreted(value: object) -> bool:
-    """Whether a value is what stands for a tensor in torch2jax."""
+    """Tell whether a value is what stands for a tensor in torch2jax."""
     import torch2jax
 
     return isinstance(value, torch2jax.Torchish)

@@ -94,7 +94,7 @@ class AccumulationType(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DividedSum:
-    """As ``AccumulationType.SUM``, divided by a number before the sum is rounded to the dtype of the output."""
+    """The sum of ``AccumulationType.SUM``, divided by a number before it is rounded to the dtype of the output."""
 
     divisor: Any
 
@@ -172,10 +172,10 @@ def weighted_mean() -> Accumulator:
 
 
 def _weighted(value: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
-    """``value * weight``, and 0 where the weight is, whatever the value."""
+    """Multiply a value by its weight; 0 where the weight is, whatever the value."""
     return jnp.where(weight.astype(bool), value.astype(dtype), 0) * weight.astype(jnp.finfo(dtype).dtype)
 
 
 def _ratio(total: PyTree, weight: jax.Array) -> PyTree:
-    """``total / weight``, and 0 where the weight is."""
+    """Divide a total by its weight; 0 where the weight is."""
     return jax.tree.map(lambda t: t / jnp.where(weight.astype(bool), weight, 1).astype(t.real.dtype), total)

@@ -18,12 +18,12 @@ Slot: TypeAlias = int | str
 
 
 def wraps(fun: Function) -> Callable[[Function], Function]:
-    """``functools.wraps`` that also takes callable objects, whose attributes stay their own."""
+    """Return ``functools.wraps`` that also takes callable objects, whose attributes stay their own."""
     return functools.wraps(fun, updated=("__dict__",) if inspect.isroutine(fun) else ())
 
 
 def indices(name: str, value: Any) -> tuple[int, ...]:
-    """One int or a sequence of ints as a tuple."""
+    """Return one int or a sequence of ints as a tuple."""
     items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     return tuple(integer(name, item, "an int or a sequence of ints") for item in items)
 
@@ -40,7 +40,7 @@ class Arguments:
 
     @classmethod
     def of(cls, fun: Function) -> Arguments:
-        """The parameters of ``fun``."""
+        """Return the parameters of ``fun``."""
         if not callable(fun):
             raise TypeError(f"fun must be callable, got {fun!r}.")
         try:
@@ -58,7 +58,7 @@ class Arguments:
         )
 
     def check(self, option: str, target: Slot) -> Slot:
-        """The position or name that an option asks for, counted from the front, if the function can have it."""
+        """Return the position or name that an option asks for, from the front, if the function can have it."""
         if isinstance(target, str):
             if target not in self.names and not self.open_names:
                 raise ValueError(f"{option} names {target!r}, which is no argument of fun: {sorted(self.names)}.")
@@ -70,7 +70,7 @@ class Arguments:
         return target % count if target < 0 and not self.open_positions else target
 
     def batch(self, batch_argnums: Any) -> list[Slot]:
-        """The positions of the batch: none where ``fun`` takes its parameters by position and all else by keyword only.
+        """Return the batch's positions: none where ``fun`` has its parameters by position and all else by keyword only.
 
         What a call passes by keyword only is a batch without being named.
         """
@@ -80,7 +80,7 @@ class Arguments:
         return [self.check("batch_argnums", i) for i in indices("batch_argnums", batch_argnums)]
 
     def slot(self, option: str, target: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Slot | None:
-        """Where this call holds the argument; None for one that was left at its default."""
+        """Return where this call holds the argument; None for one that was left at its default."""
         if isinstance(target, str):
             if target in kwargs:
                 return target
@@ -98,7 +98,7 @@ class Arguments:
         raise TypeError(f"argument {shown}, which {option} names, is missing from the call.")
 
     def label(self, slot: Slot) -> str:
-        """The argument's name for messages."""
+        """Return the argument's name for messages."""
         if isinstance(slot, str):
             return slot
         return self.positional[slot] if slot < len(self.positional) else f"args[{slot}]"
@@ -107,7 +107,7 @@ class Arguments:
 def slots(
     arguments: Arguments, option: str, targets: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Slot | None]:
-    """The slot of every target; a ValueError where two of them are the same argument."""
+    """Return the slot of every target; refuse two that are the same argument with a ValueError."""
     found = [arguments.slot(option, target, args, kwargs) for target in targets]
     for i, slot in enumerate(found):
         if slot is not None and slot in found[:i]:
@@ -116,7 +116,7 @@ def slots(
 
 
 def read(slot: Slot, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The argument in a slot."""
+    """Return the argument in a slot."""
     return kwargs[slot] if isinstance(slot, str) else args[slot]
 
 
@@ -131,7 +131,7 @@ def write(slot: Slot, value: Any, args: list[Any], kwargs: dict[str, Any]) -> No
 def mapped_axes(
     arguments: Arguments, in_axes: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[Slot, PyTree]:
-    """The axes by which a ``vmap`` maps each argument of a call."""
+    """Return the axes by which a ``vmap`` maps each argument of a call."""
     axes: dict[Slot, PyTree] = {}
     if in_axes is None or isinstance(in_axes, int):
         axes.update((i, in_axes) for i in range(len(args)))
@@ -148,7 +148,7 @@ def mapped_axes(
 
 
 def axis_of_keyword(value: PyTree) -> PyTree:
-    """0 for arrays, as ``jax.vmap`` has it, and None for what cannot be mapped."""
+    """Return 0 for arrays, as ``jax.vmap`` has it, and None for what cannot be mapped."""
     return jax.tree.map(lambda leaf: 0 if hasattr(leaf, "shape") else None, value)
 
 
@@ -202,7 +202,7 @@ _HOLE = object()
 
 
 def leaf_axes(option: str, prefix: PyTree, value: PyTree, label: str) -> list[int | None]:
-    """The axis of each leaf of ``value``, from an option that holds a prefix of its tree."""
+    """Return the axis of each leaf of ``value``, from an option that holds a prefix of its tree."""
     axes, treedef = flatten(prefix, is_leaf=lambda a: a is None)
     try:
         parts = treedef.flatten_up_to(value)

@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The same with an axis for the rows, where there are any."""
+        """The shape of the matrix with an axis for the rows, where there are any."""
         return (self.count, self.inputs) if self.kind == "reverse" else self.result_shape
 
     @property
@@ -64,11 +64,11 @@ class Layout:
 
     @property
     def number(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return -(-self.count // self.size)
 
     def may_be_leaner_in_one(self, taken: int, kept: int) -> bool:
-        """Whether a single block might need less temporary memory than a loop that takes so much, ``kept`` included.
+        """Tell whether one block might need less temporary memory than a loop that takes ``taken``, ``kept`` included.
 
         It needs ``number`` times what a block does, less twice the result: what is computed is the result itself, no
         block beside it, and what comes before lies in the memory of the result as long as this is free. In a loop it is
@@ -78,7 +78,7 @@ class Layout:
         return block * (self.number - 1) < 2 * math.prod(self.result_shape) * self.dtype.itemsize
 
     def block(self, linear: Any, start: Any, size: int) -> jax.Array:
-        """So many rows or columns, from the function that was linearised."""
+        """Compute so many rows or columns, from the function that was linearised."""
         units = jnp.asarray(start + jnp.arange(size)[:, None] == jnp.arange(self.count), self.unit_dtype)
         whole = size >= self.count  # then it is the program of jax.jacobian or jax.hessian, whose memory it takes
         ready = (lambda fun: fun) if whole else channels_last
@@ -90,7 +90,7 @@ class Layout:
         return with_weak_type(values, self)
 
     def places(self) -> Iterator[tuple[slice, int]]:
-        """The place of each block, and where to start computing it, so that all are of one size."""
+        """Yield the place of each block, and where to start computing it, so that all are of one size."""
         for start in range(0, self.count, self.size):
             yield slice(start, min(start + self.size, self.count)), min(start, self.count - self.size)
 
@@ -131,7 +131,7 @@ class Matrix:
     layout: Layout
 
     def whole(self, x: jax.Array) -> jax.Array:
-        """The matrix, its blocks in a loop."""
+        """Compute the matrix, its blocks in a loop."""
         layout, linear = self.layout, self.linearise(x)
         if layout.size >= layout.count:
             return layout.block(linear, 0, layout.count).reshape(layout.result_shape)
@@ -153,7 +153,7 @@ class Matrix:
         return with_weak_type(result.reshape(layout.result_shape), layout)
 
     def leaner(self) -> Matrix:
-        """The same in one block, if XLA plans less temporary memory so. Under ``jax.jit`` blocks stay as they are."""
+        """Return the matrix in one block, if XLA plans less temporary memory so; under ``jax.jit`` as it is."""
         if isinstance(self.x, jax.core.Tracer) or self.layout.number < 2:
             return self
         trace = lambda matrix: jax.jit(matrix.whole).trace(matrix.x)
@@ -166,16 +166,16 @@ class Matrix:
         return min(self, self.in_one(), key=used)
 
     def in_one(self) -> Matrix:
-        """The same in one block."""
+        """Return the matrix in one block."""
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, size=self.layout.count))
 
     def kept_bytes(self) -> int:
-        """What the linearisation keeps for all blocks."""
+        """Return how many bytes the linearisation keeps for all blocks."""
         linear = jax.eval_shape(self.linearise, self.x)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(linear))
 
     def within(self, max_bytes: int | None) -> Matrix:
-        """The same in the largest blocks that take no more memory; ``None`` changes nothing."""
+        """Return the matrix in the largest blocks that fit in ``max_bytes``; ``None`` changes nothing."""
         if max_bytes is None or not self.layout.count:
             return self
         if isinstance(self.x, jax.core.Tracer):
@@ -190,7 +190,7 @@ class Matrix:
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, size=size))
 
     def blocks(self, jit: bool, bar: Bar) -> Iterator[tuple[slice, jax.Array]]:
-        """The blocks, from Python."""
+        """Yield the blocks with their places, each computed from Python."""
         layout, compiled = self.layout, compiler(jit)
         linear = compiled(self.linearise)(self.x)
         block = compiled(lambda linear, start: layout.block(linear, start, layout.size))
@@ -199,7 +199,7 @@ class Matrix:
             yield place, jax.lax.slice_in_dim(values, place.start - start, place.stop - start, axis=layout.axis)
 
     def compute(self, jit: bool, out: np.ndarray | None, progress: bool) -> Any:
-        """The matrix, in the way that was asked for."""
+        """Compute the matrix, in the way that was asked for."""
         bar = progress_bar(progress)
         if out is None and not progress:
             return jax.jit(self.leaner().whole)(self.x) if jit else self.whole(self.x)
@@ -217,17 +217,17 @@ class Matrix:
 
 
 def temporary_bytes(program: Any) -> int:
-    """The memory that a compiled program takes beside its arguments and its result."""
+    """Return how many bytes a compiled program takes beside its arguments and its result."""
     return int(program.memory_analysis().temp_size_in_bytes)
 
 
 def block_bytes(program: Any) -> int:
-    """The memory that a compiled program takes beside its arguments."""
+    """Return how many bytes a compiled program takes beside its arguments."""
     return temporary_bytes(program) + int(program.memory_analysis().output_size_in_bytes)
 
 
 def largest_block(used: Callable[[int], int], count: int, max_bytes: int) -> int:
-    """The most rows of ``count``, to a first guess, for which ``used(rows)`` is no more than so many bytes."""
+    """Return the most rows of ``count``, to a first guess, for which ``used(rows)`` is at most so many bytes."""
     one = used(1)
     if one > max_bytes:
         raise ValueError(f"max_bytes={max_bytes} is too little: a block of one takes {one} bytes. Pass at least that.")
@@ -264,7 +264,7 @@ def compiler(jit: bool) -> Callable[[Function], Function]:
 
 
 def progress_bar(progress: bool) -> Bar:
-    """What shows the progress of an iteration with so many steps."""
+    """Return what shows the progress of an iteration with so many steps."""
     if not progress:
         return lambda iterator, total: iterator
     try:

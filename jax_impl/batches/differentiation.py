@@ -16,7 +16,7 @@ from .arguments import Arguments, Function, Slot, read, slots, write
 def places_to_differentiate(
     arguments: Arguments, wanted: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Slot]:
-    """Where the arguments to differentiate are, each checked to hold something with a derivative."""
+    """Return where the arguments to differentiate are, each checked to hold something with a derivative."""
     places = []
     for target, slot in zip(wanted, slots(arguments, "argnums", wanted, args, kwargs), strict=True):
         if slot is None:
@@ -40,7 +40,7 @@ def places_to_differentiate(
 def value_and_grad(
     fun: Function, has_aux: bool, places: Sequence[Slot], args: list[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, Any, tuple[Any, ...], list[jax.Array]]:
-    """Loss, auxiliary output, gradients at ``places``, and those gradient leaves that stand for integers."""
+    """Compute loss, auxiliary output, gradients at ``places``, and those gradient leaves that stand for integers."""
     flat, treedef = flatten(tuple(read(place, args, kwargs) for place in places))
     moving = [i for i, leaf in enumerate(flat) if jnp.issubdtype(dtype_of(leaf), jnp.inexact)]
 

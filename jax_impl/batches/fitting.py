@@ -1,4 +1,4 @@
-"""Fits a tree of accumulators to the output of a function."""
+"""A tree of accumulators, fitted to the output of a function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Output:
 
 
 def checked_tree(accumulators: AccumulatorTree) -> AccumulatorTree:
-    """The tree, ``weighted_mean`` called where the function itself was given; TypeError for what is no accumulator."""
+    """Return the tree, ``weighted_mean`` called where it was given itself; TypeError for what is no accumulator."""
     named, treedef = flatten_with_names(accumulators, "accumulator")
     leaves = [weighted_mean() if leaf is weighted_mean else leaf for _, leaf in named]
     for (name, _), leaf in zip(named, leaves, strict=True):
@@ -43,7 +43,7 @@ def checked_tree(accumulators: AccumulatorTree) -> AccumulatorTree:
 
 
 def match(accumulators: AccumulatorTree, outputs: PyTree) -> list[tuple[Any, PyTree]]:
-    """Each accumulator with the part of the outputs it stands for; a ValueError where the trees do not fit."""
+    """Pair each accumulator with the part of the outputs it stands for; ValueError where the trees do not fit."""
     leaves, treedef = flatten(accumulators)
     try:
         return list(zip(leaves, treedef.flatten_up_to(outputs), strict=True))
@@ -56,12 +56,12 @@ def match(accumulators: AccumulatorTree, outputs: PyTree) -> list[tuple[Any, PyT
 
 
 def _starred(tree: PyTree) -> PyTree:
-    """The tree as its user would write it, for messages."""
+    """Return the tree as its user would write it, for messages."""
     return jax.tree.map(lambda _: "*", tree)
 
 
 def bind(accumulators: AccumulatorTree, plan: Plan, outputs: PyTree, per_example: bool) -> Accumulator:
-    """One accumulator for the whole output, a pytree whose leaves are described by :class:`Output`.
+    """Return one accumulator for the whole output, a pytree whose leaves are described by :class:`Output`.
 
     ``per_example`` tells that outputs are stacked over examples: ``aggregate`` is then called before ``update``.
     """
@@ -98,7 +98,7 @@ def _checked_update(update: Callable[..., PyTree], carry: PyTree, value: PyTree,
 
 
 def _part(kind: Any, plan: Plan, outputs: PyTree, per_example: bool) -> Accumulator:
-    """The accumulator for one leaf of the accumulator tree."""
+    """Return the accumulator for one leaf of the accumulator tree."""
     if isinstance(kind, WeightedMean):
         _check_pair(outputs, per_example)
         kind = dataclasses.replace(kind, finalize=functools.partial(_rounded_pair, kind.finalize, outputs))
@@ -156,7 +156,7 @@ def _check_pair(outputs: PyTree, per_example: bool) -> None:
 
 
 def _rounded_pair(finalize: Callable[[PyTree], PyTree], outputs: PyTree, carry: PyTree) -> PyTree:
-    """The result of :func:`weighted_mean`, which is wide, in the dtypes of the outputs; weights are counted."""
+    """Return :func:`weighted_mean`'s result, which is wide, in the dtypes of the outputs; weights are counted."""
     value, weight = finalize(carry)
     value = jax.tree.map(lambda x, out: x.astype(out.dtype), value, outputs[0])
     return value, weight.astype(summed(outputs[1].dtype))
@@ -228,7 +228,7 @@ def _running_mean(plan: Plan, out: Output, per_example: bool) -> Accumulator:
 
 
 def _concat(plan: Plan, out: Output, per_example: bool) -> Accumulator:
-    """Rows are written where they belong in the result; reordering them at the end would copy it."""
+    """Make an accumulator that writes rows where they belong in the result: reordering at the end would copy it."""
     length, *rest = out.shape or (1,)
     left_shape = out.left_shape or (1,)
     left = left_shape[0] if plan.left else 0
@@ -256,7 +256,7 @@ def _concat(plan: Plan, out: Output, per_example: bool) -> Accumulator:
 
 
 def _concat_strided(plan: Plan, out: Output, each: int, left: int) -> Accumulator:
-    """Row j of microbatch k is row ``j * full + k`` of the batch; the rows left over stand at the end."""
+    """Make an accumulator of strided rows: row j of microbatch k is row ``j * full + k``; left-over rows are last."""
     rest = out.shape[1:]
     head = plan.full * plan.size * each
 

@@ -1,4 +1,4 @@
-"""Runs the microbatches of a plan one after another: one scan, one trace of the function."""
+"""The microbatches of a plan, run one after another: one scan, one trace of the function."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Traced:
         self.treedef, self.run, self.shared = structure(self.output), run, Shared(self.closed.consts)
 
     def __call__(self, *inputs: Any) -> PyTree:
-        """The function's output."""
+        """Return the function's output."""
         closed = ClosedJaxpr(self.closed.jaxpr, self.shared.read())
         return self.treedef.unflatten(_call(closed, *inputs, run=self.run))
 
 
 def _call(closed: ClosedJaxpr, *inputs: Any, run: Callable[..., list[Any]] = convolutions.run) -> list[jax.Array]:
-    """The jaxpr's outputs; a constant among them comes out as a Python number otherwise."""
+    """Return the jaxpr's outputs as arrays; a constant among them comes out as a Python number otherwise."""
     outs = zip(run(closed, *inputs), closed.out_avals, strict=True)
     arrays = [(x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype), aval) for x, aval in outs]
     return [with_weak_type(x, aval) for x, aval in arrays]
@@ -116,7 +116,7 @@ def accumulate(
 
 
 def summed_outputs(accumulators: AccumulatorTree, traced: Traced) -> list[bool]:
-    """Which flat outputs are only summed over the examples."""
+    """Tell which flat outputs are only summed over the examples."""
     sums = (AccumulationType.SUM, AccumulationType.MEAN, AccumulationType.RUNNING_MEAN)
     is_sum = lambda kind: kind in sums or isinstance(kind, DividedSum)
     return [is_sum(kind) for kind, part in match(accumulators, traced.output) for _ in jax.tree.leaves(part)]
@@ -125,7 +125,7 @@ def summed_outputs(accumulators: AccumulatorTree, traced: Traced) -> list[bool]:
 def _by_factors(
     main: _Mapped, batch: Batch, summed: Sequence[bool], aggregate: Callable[[PyTree], PyTree], in_loop: bool
 ) -> Callable[..., PyTree]:
-    """``aggregate(main(*leaves))`` by factors; its derivative is that of the plain computation."""
+    """Make ``aggregate(main(*leaves))`` run by factors; its derivative is that of the plain computation."""
     closed, axes = main.closed, tuple(batch.axes)
     count = len(closed.consts)
     by_factors = Factored(closed, axes, summed, in_loop)
@@ -156,7 +156,7 @@ def _by_factors(
 
 
 def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: int) -> Explanation:
-    """How the gradients are computed that an example returns last, after a result and auxiliary output."""
+    """Tell how the gradients are computed that an example returns last, after a result and auxiliary output."""
     main = _Mapped(example, example_shapes(batch), batch.axes)
     grads = flatten_with_names(main.output[-1], "")[0]
     flags = summed_outputs((*joined, AccumulationType.SUM), main)
@@ -172,7 +172,7 @@ def explained(example: Function, batch: Batch, joined: AccumulatorTree, rows: in
 
 
 def _loop(step: Callable[[PyTree, Any], PyTree], carry: PyTree, plan: Plan) -> PyTree:
-    """The full microbatches in a scan, then the one of the rows left over."""
+    """Run the full microbatches in a scan, then the one of the rows left over."""
     run = plan.real if isinstance(plan.real, int) else plan.count
     full = min(run, plan.full)
     if plan.full == 1 and full:
@@ -194,12 +194,12 @@ class _Mapped(Traced):
         self.mapped = jax.vmap(super().__call__, tuple(axes), 0)
 
     def __call__(self, *inputs: Any) -> PyTree:
-        """The examples' outputs, stacked on axis 0."""
+        """Return the examples' outputs, stacked on axis 0."""
         return self.mapped(*inputs)
 
 
 def _microbatch_fun(fun: Function, batch: Batch, plan: Plan, rows: int, vmap_fn: VmapFn | None) -> Traced:
-    """``fun``, traced, as a function of the leaves of a microbatch."""
+    """Trace ``fun`` as a function of the leaves of a microbatch."""
     if vmap_fn is None:
         return Traced(fun, _shapes(batch, plan, rows))
     if vmap_fn is jax.vmap:
@@ -208,7 +208,7 @@ def _microbatch_fun(fun: Function, batch: Batch, plan: Plan, rows: int, vmap_fn:
 
 
 def example_shapes(batch: Batch) -> list[Any]:
-    """The shapes and dtypes of one example's leaves."""
+    """Return the shapes and dtypes of one example's leaves."""
 
     def first(*leaves: jax.Array) -> list[jax.Array]:
         pairs = zip(_never_empty(leaves, batch, 1), batch.axes, strict=True)
@@ -218,7 +218,7 @@ def example_shapes(batch: Batch) -> list[Any]:
 
 
 def _shapes(batch: Batch, plan: Plan, rows: int) -> list[Any]:
-    """The leaves' shapes and dtypes, cut to so many rows."""
+    """Return the leaves' shapes and dtypes, cut to so many rows."""
 
     def cut(*leaves: jax.Array) -> list[jax.Array]:
         pairs = zip(_never_empty(leaves, batch, plan.size), batch.axes, strict=True)
@@ -228,7 +228,7 @@ def _shapes(batch: Batch, plan: Plan, rows: int) -> list[Any]:
 
 
 def _never_empty(leaves: Sequence[jax.Array], batch: Batch, rows: int) -> list[jax.Array]:
-    """The leaves; in place of empty ones, which cannot be cut, others of so many rows."""
+    """Return the leaves; in place of empty ones, which cannot be cut, others of so many rows."""
     if batch.rows:
         return list(leaves)
     pairs = zip(leaves, batch.axes, strict=True)
@@ -236,7 +236,7 @@ def _never_empty(leaves: Sequence[jax.Array], batch: Batch, rows: int) -> list[j
 
 
 def _describe(main: Traced, left: Traced, plan: Plan, per_example: bool, zeros: frozenset[int]) -> PyTree:
-    """The output's tree with an :class:`Output` at each leaf."""
+    """Return the output's tree with an :class:`Output` at each leaf."""
     named, treedef = flatten_with_names(main.output, "output")
     if treedef != structure(left.output):
         raise ValueError(
@@ -264,7 +264,7 @@ def _describe(main: Traced, left: Traced, plan: Plan, per_example: bool, zeros: 
 
 
 def bare_products(closed: ClosedJaxpr) -> frozenset[int]:
-    """Which flat outputs are a matrix product that nothing else reads, at most transposed or reshaped."""
+    """Return which flat outputs are a matrix product that nothing else reads, at most transposed or reshaped."""
     jaxpr = closed.jaxpr
     made_by, read_by = makers(jaxpr), uses(jaxpr)
     returned = collections.Counter(var for var in jaxpr.outvars if not isinstance(var, Literal))
@@ -283,7 +283,7 @@ def bare_products(closed: ClosedJaxpr) -> frozenset[int]:
 
 
 def guard_weights(fun: Function, accumulators: AccumulatorTree) -> Function:
-    """``fun`` whose pairs for :func:`weighted_mean` have value and derivatives 0 where their weight is 0.
+    """Return ``fun`` whose pairs for :func:`weighted_mean` have value and derivatives 0 where their weight is 0.
 
     Masking the value alone is not enough: its zero cotangent, sent back through 0/0, is 0 * inf = NaN. So what enters
     is masked too, ``where(weight != 0, x, stop_gradient(x))``: the same values, and cotangents that are dropped
@@ -309,7 +309,7 @@ def guard_weights(fun: Function, accumulators: AccumulatorTree) -> Function:
 
 
 def _guarded(closed: ClosedJaxpr, pairs: list[tuple[list[int], int]]) -> Callable[..., list[jax.Array]]:
-    """The jaxpr as a function of its constants and inputs, the values of each pair guarded by its weight."""
+    """Return the jaxpr as a function of its constants and inputs, each pair's values guarded by its weight."""
     count = len(closed.consts)
 
     def plain(*flat: Any) -> list[jax.Array]:

@@ -29,7 +29,7 @@ from .loop import Traced
 def hessian_matrix(
     f: Function, x: PyTree, checkpoint: bool, nbatches: int, batch_size: int | None, max_bytes: int | None = None
 ) -> Matrix:
-    """The Hessian, to be computed; arguments are checked."""
+    """Return the Hessian, to be computed; check the arguments."""
     fun, output, vector, unflatten = _flat(f, x, checkpoint)
     if output.shape or not jnp.issubdtype(output.dtype, jnp.floating):
         raise TypeError(
@@ -54,7 +54,7 @@ def jacobian_matrix(
     *,
     forward: bool = True,
 ) -> Matrix:
-    """The Jacobian, to be computed; arguments are checked. Without ``forward``, ``"auto"`` means rows."""
+    """Return the Jacobian, to be computed; check the arguments. Without ``forward``, ``"auto"`` means rows."""
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f"mode must be 'auto', 'forward' or 'reverse', got {mode!r}.")
     fun, output, vector, unflatten = _flat(f, x, checkpoint)
@@ -76,7 +76,7 @@ def jacobian_matrix(
 
 
 def _flat(f: Function, x: PyTree, checkpoint: bool) -> tuple[Function, Any, jax.Array, Unflatten]:
-    """``f`` as a function of a vector, what it returns, the vector that stands for ``x``, and the way back."""
+    """Return ``f`` as a function of a vector, what it returns, the vector that stands for ``x``, and the way back."""
     if not callable(f):
         raise TypeError(f"f must be callable, got {f!r}.")
     named, treedef = flatten_with_names(x, "x")
@@ -110,7 +110,7 @@ def _flat(f: Function, x: PyTree, checkpoint: bool) -> tuple[Function, Any, jax.
 
 
 def _size(count: int, most: int, nbatches: int, batch_size: int | None, max_bytes: int | None) -> int:
-    """The rows or columns of a block, of which there are ``count``; ``most`` is what ``nbatches`` may be at most."""
+    """Return how many of ``count`` rows or columns are in a block; ``most`` is what ``nbatches`` may be at most."""
     nbatches = check_one_size(nbatches, batch_size, max_bytes)
     if max_bytes is not None:
         return 1
@@ -124,7 +124,7 @@ def _size(count: int, most: int, nbatches: int, batch_size: int | None, max_byte
 
 
 def check_one_size(nbatches: int, batch_size: int | None, max_bytes: int | None) -> int:
-    """``nbatches``, or an error where more than one option sets the size of a block."""
+    """Return ``nbatches``; refuse more than one option that sets the size of a block."""
     nbatches = positive("nbatches", nbatches)
     options = {"nbatches": None if nbatches == 1 else nbatches, "batch_size": batch_size, "max_bytes": max_bytes}
     given = [f"{name}={value}" for name, value in options.items() if value is not None]
@@ -136,7 +136,7 @@ def check_one_size(nbatches: int, batch_size: int | None, max_bytes: int | None)
 
 
 def coordinates(v: PyTree, x: PyTree) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """A vector to multiply with, and how to bring the product into the form that it was given in."""
+    """Return a vector to multiply with, and how to bring the product into the form that it was given in."""
     like, unflatten = ravel_pytree(x)
     named, treedef = flatten_with_names(v, "v")
     arrays = [as_array(leaf, name, "") for name, leaf in named]

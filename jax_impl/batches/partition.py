@@ -26,7 +26,7 @@ class Options:
 
     @classmethod
     def checked(cls, microbatch_size: Any, remainder: Any, partition: Any, num_real_microbatches: Any) -> Options:
-        """The options, or the error that names the one at fault."""
+        """Return the options, or raise the error that names the one at fault."""
         for name, value, allowed in (("remainder", remainder, REMAINDERS), ("partition", partition, PARTITIONS)):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
@@ -38,7 +38,7 @@ class Options:
         return cls(size, remainder, partition, _checked_real(num_real_microbatches))
 
     def plan(self, rows: int) -> Plan:
-        """How a batch of so many rows is cut."""
+        """Return how a batch of so many rows is cut."""
         # An empty batch has microbatches too: of one row, or of the size asked for, and none of them.
         size = max(rows, 1) if self.microbatch_size is None else self.microbatch_size
         if rows % size and self.remainder == "error":
@@ -114,12 +114,12 @@ class Plan:
         return jnp.minimum(count * self.size, self.rows)
 
     def rows_of(self, index: int | jax.Array) -> int | jax.Array:
-        """The rows in microbatch ``index``."""
+        """Return the number of rows in microbatch ``index``."""
         # Full microbatches run in the scan (a traced index), the smaller one after it (a Python int).
         return self.left if isinstance(index, int) and index == self.full else self.size
 
     def take(self, leaf: jax.Array, index: int | jax.Array, axis: int) -> jax.Array:
-        """Microbatch ``index`` of one array, cut along ``axis``."""
+        """Return microbatch ``index`` of one array, cut along ``axis``."""
         if isinstance(index, int) and index == self.full:
             return jax.lax.slice_in_dim(leaf, self.rows - self.left, None, axis=axis)
         if self.full == 1:
@@ -133,7 +133,7 @@ class Plan:
 
 
 def _split_rows(leaf: jax.Array, size: int, axis: int) -> jax.Array:
-    """``[…, batch, …] -> […, size, batch / size, …]``: row r goes to ``[r // n, r % n]``."""
+    """Split the rows, ``[…, batch, …] -> […, size, batch / size, …]``: row r goes to ``[r // n, r % n]``."""
     shape = (*leaf.shape[:axis], size, leaf.shape[axis] // size, *leaf.shape[axis + 1 :])
     sharding = jax.typeof(leaf).sharding
     if not sharding.mesh.are_all_axes_explicit:

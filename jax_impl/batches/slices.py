@@ -13,7 +13,7 @@ from ..program.trees import PyTree, as_varying
 
 
 def over_slices(step: Callable[[PyTree, Any, int], PyTree], carry: PyTree, count: int, size: int) -> PyTree:
-    """``for start in range(0, count, size): carry = step(carry, start, rows)``, the full slices in one scan.
+    """Run ``for start in range(0, count, size): carry = step(carry, start, rows)``, the full slices in one scan.
 
     ``rows`` is ``size``, and the rest in a last slice that is shorter. A single slice needs no loop.
     """

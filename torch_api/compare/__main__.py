@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _load(name: str) -> Any:
-    """The object that ``package.module:object.attribute`` names."""
+    """Return the object that ``package.module:object.attribute`` names."""
     module, colon, path = name.partition(":")
     if not colon or not path:
         raise ValueError(f"{name!r} must have the form module:object.")
@@ -93,7 +93,7 @@ def _load(name: str) -> Any:
 
 
 def _ordered(fun: Callable[..., object], arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The arguments: by the names of the function's parameters if all are among them, else in the file's order."""
+    """Order the arguments: by the names of the function's parameters if all are among them, else as in the file."""
     try:
         names = list(inspect.signature(getattr(fun, "forward", fun)).parameters)
     except (TypeError, ValueError):

@@ -210,7 +210,7 @@ class _Comparison:
         return [side]
 
     def _masks(self, side: JaxSide | None, high: bool) -> Draws:
-        """The masks that the port draws; whatever else is wrong with it shows where its outputs are compared."""
+        """Return the masks that the port draws; whatever else is wrong with it shows where outputs are compared."""
         if side is None:
             return Draws()
         try:
@@ -325,7 +325,7 @@ class _Comparison:
         both64: tuple[PyTree, PyTree] | None,
         precision: Precision,
     ) -> list[int] | None:
-        """Add the rows of one section; where torch's leaves stand among JAX's, if all have a counterpart."""
+        """Add the rows of one section; return where torch's leaves stand among JAX's, if all have a counterpart."""
         mine, other = _leaves(ours), _leaves(theirs)
         names = [p for p, _ in mine], [p for p, _ in other]
         places = _places(*names)
@@ -362,7 +362,7 @@ class _Comparison:
         return known if all(same) else None
 
     def _precision(self, side: JaxSide, draws: Draws) -> Precision:
-        """Whether both run in float64, and how coarse both are within."""
+        """Tell whether both run in float64, and how coarse both are within."""
         notes = self.report.notes
         try:
             torch_dtypes = self.ours.coarse_dtypes(draws)
@@ -429,7 +429,7 @@ class _Comparison:
         return dataclasses.replace(self.ours, args=_random(self.ours.args, self.seed - i))
 
     def _search(self, ours: TorchSide, side: JaxSide, low: Draws, high: Draws) -> Location | None:
-        """The location on some inputs."""
+        """Find where the difference arises, on some inputs."""
         precision = self.precisions[side.name]
         results = dataclasses.replace(side, _results={}).results(ours, True)
         calls = ours.calls(True, high)
@@ -442,13 +442,13 @@ class _Comparison:
 
 
 def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """The outputs by their paths; a single one is ``output``."""
+    """Return the outputs by their paths; a single one is ``output``."""
     leaves = leaf_paths(to_jax_tree(tree))
     return [(path or "output", leaf) for path, leaf in leaves]
 
 
 def _places(ours: list[str], theirs: list[str]) -> list[int | None]:
-    """Where each of torch's leaves stands among JAX's: by path; by order where no path is shared but the count is."""
+    """Find each of torch's leaves among JAX's: by path; by order where no path is shared but the count is."""
     index = {path: j for j, path in enumerate(theirs)}
     places = [index.get(path) for path in ours]
     if len(ours) == len(theirs) and all(place is None for place in places):
@@ -457,7 +457,7 @@ def _places(ours: list[str], theirs: list[str]) -> list[int | None]:
 
 
 def _incomparable(leaf: object) -> str:
-    """What an output is that cannot be compared; nothing if it can be."""
+    """Say what an output is that cannot be compared; nothing if it can be."""
     if isinstance(leaf, torch.Tensor):
         dense = leaf.layout == torch.strided and not leaf.is_meta and not leaf.is_quantized
         return "" if dense else "a tensor without dense data (sparse, quantized or meta)"
@@ -470,13 +470,13 @@ def _same_bits(one: object, two: object) -> bool:
 
 
 def _said(error: Exception) -> str:
-    """An exception in one line."""
+    """Return an exception in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
 def _random(args: PyTree, seed: int) -> PyTree:
-    """Other inputs of the same shapes, dtypes and ranges."""
+    """Draw other inputs of the same shapes, dtypes and ranges."""
     generator = torch.Generator().manual_seed(seed)
 
     def other(leaf: object) -> object:

@@ -60,7 +60,7 @@ class Precision:
     def coarse(
         self, low: np.ndarray, high: np.ndarray, eps: float, scale: float, told: np.ndarray | bool = True
     ) -> float:
-        """The error up to which the coarser dtype within is to blame, by torch's values in the dtype given and float64.
+        """Return the error up to which a coarser dtype within is to blame, by torch's values as given and in float64.
 
         Args:
             low: torch's values in the dtype given.
@@ -82,7 +82,7 @@ class Precision:
 
 
 def as_numpy(value: object) -> np.ndarray:
-    """A tensor, array or number as a NumPy array of the same dtype, which owns its memory."""
+    """Return a tensor, array or number as a NumPy array of the same dtype, which owns its memory."""
     if isinstance(value, torch.Tensor):
         value = value.detach().resolve_conj().resolve_neg().cpu()
         if value.dtype == torch.bfloat16:
@@ -94,7 +94,7 @@ def as_numpy(value: object) -> np.ndarray:
 def compare_leaf(
     against: str, section: str, leaf: str, low: Pair, high: Pair | None, scale: float, exact: Precision
 ) -> Row:
-    """The row of one leaf: torch's value and JAX's, in the dtype given and in float64.
+    """Return the row of one leaf: torch's value and JAX's, in the dtype given and in float64.
 
     Args:
         against: see :class:`Row`.
@@ -150,7 +150,7 @@ def compare_leaf(
 
 
 def largest_value(ours: Sequence[object], theirs: Sequence[object], fine: Sequence[object] = ()) -> float:
-    """The largest finite absolute value of torch's leaves, fillers aside; 0 without any.
+    """Return the largest finite absolute value of torch's leaves, fillers aside; 0 without any.
 
     Args:
         ours: torch's leaves in the dtypes given.
@@ -168,7 +168,7 @@ def largest_value(ours: Sequence[object], theirs: Sequence[object], fine: Sequen
 
 
 def _fillers(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Where a large number stands that is the same to the bit on both sides, as masks write (-1e9, the lowest float).
+    """Find where a large number is the same to the bit on both sides, as masks write (-1e9, the lowest float).
 
     Such a number is put there, not computed: nothing beside it is rounded to its last place.
     """
@@ -177,7 +177,7 @@ def _fillers(one: np.ndarray, two: np.ndarray) -> np.ndarray:
 
 
 def _is_rounding(noise: float, high: float, largest: float, scale: float, eps: float, coarse: float) -> bool:
-    """Whether an error in float64 is rounding.
+    """Tell whether an error in float64 is rounding.
 
     ``noise`` is what rounding costs in the dtype given, ``coarse`` what it costs in a coarser one within float64's run.
     """
@@ -192,19 +192,19 @@ def _is_rounding(noise: float, high: float, largest: float, scale: float, eps: f
 
 
 def _same_dtype(ours: object, one: np.dtype, two: np.dtype) -> bool:
-    """JAX without 64-bit types returns int32 for torch's int64, which is no fault of a port."""
+    """Tell whether dtypes agree: int32 for torch's int64, from JAX without 64-bit types, is no fault of a port."""
     if isinstance(ours, torch.Tensor):
         one = np.dtype(jax_dtype(ours.dtype))
     return one == two or (not jax.config.read("jax_enable_x64") and jax.dtypes.canonicalize_dtype(one) == two)
 
 
 def _exact(array: np.ndarray) -> np.ndarray:
-    """The numbers as wide as there is, whole ones as whole ones."""
+    """Return the numbers as wide as there is, whole ones as whole ones."""
     return array.astype(np.int64) if array.dtype.kind in "iub" and array.dtype != np.uint64 else wide(array)
 
 
 def wide(array: np.ndarray) -> np.ndarray:
-    """The numbers in double precision."""
+    """Return the numbers in double precision."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
@@ -231,7 +231,7 @@ def _eps(dtype: np.dtype) -> float:
 
 
 def _ulps(ours: np.ndarray, theirs: np.ndarray, eps: float) -> float | None:
-    """The largest error in units of the last place of the larger value."""
+    """Return the largest error in units of the last place of the larger value."""
     if eps == 0:
         return None
     error, size = _error(ours, theirs), np.maximum(np.abs(ours), np.abs(theirs))

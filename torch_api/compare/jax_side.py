@@ -63,11 +63,11 @@ class JaxSide:
     _results: dict[bool, Results] = dataclasses.field(default_factory=dict)
 
     def scope(self, high: bool) -> contextlib.AbstractContextManager[None]:
-        """Where a run happens: an engine's results are torch's, which needs 64-bit types; a port's own are not."""
+        """Return a run's scope: an engine's results are torch's, which needs 64-bit types; a port's own are not."""
         return enable_x64() if high or self.name != "jax" else contextlib.nullcontext()
 
     def parameter_rows(self, ours: TorchSide) -> list[Row]:
-        """The caller's parameters against their sources."""
+        """Compare the caller's parameters with their sources."""
         made = mappings.apply(self.made_of, ours.full({k: t.detach() for k, t in ours.state.items()}))
         rows = []
         for path, value in self.given.items():
@@ -82,7 +82,7 @@ class JaxSide:
         return rows
 
     def program(self, ours: TorchSide, high: bool) -> tuple[Callable[..., PyTree], list[jax.Array]]:
-        """The call as a flat function, and its inputs: parameters, then the tensors of the arguments."""
+        """Return the call as a flat function, and its inputs: parameters, then the tensors of the arguments."""
         state = {name: cast(tensor, high) for name, tensor in ours.state.items()}
         parameters = self.parameters(state, high)
         leaves, structure = Structure.split(ours.args, is_tensor)
@@ -95,7 +95,7 @@ class JaxSide:
         return flat, [jnp.asarray(as_numpy(x)) for x in (*parameters.values(), *tensors)]
 
     def results(self, ours: TorchSide, high: bool) -> Results:
-        """The outputs, the masks that were drawn, and the program: computed once for each precision."""
+        """Return the outputs, the masks that were drawn, and the program: computed once for each precision."""
         if high not in self._results:
             with self.scope(high):
                 flat, inputs = self.program(ours, high)
@@ -110,7 +110,7 @@ class JaxSide:
         return self._results[high]
 
     def is_deterministic(self, ours: TorchSide) -> bool:
-        """Whether a second trace (or run, where it cannot be traced) gives the same program."""
+        """Tell whether a second trace (or run, where it cannot be traced) gives the same program."""
         first = self.results(ours, False)
         with self.scope(False):
             flat, inputs = self.program(ours, False)
@@ -120,7 +120,7 @@ class JaxSide:
         return [x.tobytes() for x in again] == [x.tobytes() for x in jax.tree.leaves(first.outputs)]
 
     def gradient(self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The gradient of the weighted outputs, in torch's layout."""
+        """Compute the gradient of the weighted outputs, in torch's layout."""
         with self.scope(high):
             flat, inputs = self.program(ours, high)
             gradient, _ = self._gradient_fun(ours, flat, inputs, weights, places)
@@ -130,7 +130,7 @@ class JaxSide:
     def row_gradients(
         self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int]
     ) -> dict[str, torch.Tensor]:
-        """The gradients of each example, in torch's layout."""
+        """Compute the gradients of each example, in torch's layout."""
         rows = []
         with self.scope(high):
             flat, inputs = self.program(ours, high)
@@ -145,7 +145,7 @@ class JaxSide:
     def hvp(
         self, ours: TorchSide, high: bool, weights: Weights, places: Sequence[int], direction: Mapping[str, np.ndarray]
     ) -> dict[str, torch.Tensor]:
-        """The Hessian of the weighted outputs times a direction, in torch's layout."""
+        """Compute the Hessian of the weighted outputs times a direction, in torch's layout."""
         with self.scope(high):
             flat, inputs = self.program(ours, high)
             gradient, chosen = self._gradient_fun(ours, flat, inputs, weights, places)
@@ -169,7 +169,7 @@ class JaxSide:
         weights: Weights,
         places: Sequence[int],
     ) -> tuple[Callable[..., Arrays], list[int]]:
-        """The gradient of the weighted outputs with respect to the inputs of the numbers returned."""
+        """Return the gradient of the weighted outputs, and the numbers of the inputs that it is with respect to."""
         start = len(inputs) - len(ours.leaves())
         paths = list(self.parameters({k: t.detach() for k, t in ours.state.items()}, False))
         chosen = [*map(paths.index, self.variables), *(start + n for n in ours.chosen)]
@@ -187,7 +187,7 @@ class JaxSide:
         return (jax.grad(value, tuple(chosen)) if chosen else lambda *inputs: []), chosen
 
     def _jitted(self, fun: Callable[..., T]) -> Callable[..., T]:
-        """The function compiled; as it is, where it asks for values (NumPy, ``if``)."""
+        """Compile the function; leave it as it is, where it asks for values (NumPy, ``if``)."""
         fast = compiled(fun)
 
         def call(*args: object) -> T:
@@ -199,7 +199,7 @@ class JaxSide:
         return call
 
     def _push(self, ours: TorchSide, high: bool, direction: Mapping[str, np.ndarray]) -> list[jax.Array]:
-        """A direction in torch's layout as one in JAX's."""
+        """Return a direction in torch's layout as one in JAX's."""
         state = {name: cast(tensor, high) for name, tensor in ours.state.items()}
         tangents = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         for name in ours.trainable:
@@ -221,7 +221,7 @@ class JaxSide:
         return [jnp.asarray(as_numpy(x)) for x in (*(pushed[path] for path in self.variables), *along)]
 
     def _pull(self, ours: TorchSide, high: bool, found: Iterable[jax.Array]) -> dict[str, torch.Tensor]:
-        """Gradients in JAX's layout as those of torch's parameters: by the derivative of the mapping, transposed.
+        """Return gradients in JAX's layout as those of torch's parameters: by the mapping's derivative, transposed.
 
         JAX's gradients of complex numbers are the conjugates of torch's.
         """
@@ -245,19 +245,19 @@ class JaxSide:
 
 
 def _arrays(tree: PyTree) -> PyTree:
-    """The leaves as NumPy arrays, Python's numbers in the dtypes that JAX gives them."""
+    """Return the leaves as NumPy arrays, Python's numbers in the dtypes that JAX gives them."""
     return jax.tree.map(lambda leaf: as_numpy(jnp.asarray(leaf)), tree)
 
 
 def array_to_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor of the same dtype, bfloat16 included."""
+    """Return the array as a tensor of the same dtype, bfloat16 included."""
     if array.dtype.kind == "V" or array.dtype.name == "bfloat16":
         return torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def traced(ours: TorchSide, engine: str) -> JaxSide:
-    """The torch function itself, traced by an engine."""
+    """Return the torch function itself, traced by an engine."""
     if engine == "torch2jax" and ours.module is not None:  # it cannot take a module's parameters as arguments
         given, high = copy.deepcopy(ours.module), copy.deepcopy(ours.module).double()
 
@@ -284,7 +284,7 @@ def traced(ours: TorchSide, engine: str) -> JaxSide:
 def port(
     ours: TorchSide, jax_fun: Callable[..., PyTree], params: PyTree, mapping: Mapping[str, Entry] | None
 ) -> JaxSide:
-    """The caller's JAX function with its parameters.
+    """Return the caller's JAX function with its parameters.
 
     Raises:
         Unmapped: leaves of the parameters and the state dict do not match; with the side, if it can run all the same.

@@ -49,7 +49,7 @@ class Values:
         self._sorted: dict[int, np.ndarray] = {}
 
     def takes(self, value: Any) -> bool:
-        """Whether a value may be searched for."""
+        """Tell whether a value may be searched for."""
         dtype: Any = getattr(value, "dtype", None)
         return (
             dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact)) and int(np.prod(value.shape)) in self._arrays
@@ -65,7 +65,7 @@ class Values:
                 self._arrays[once.size].append(once)
 
     def distance(self, wanted: np.ndarray) -> float:
-        """How far the nearest value is, relative to the largest number; up to order of axes and broadcasting."""
+        """Return how far the nearest value is, relative to the largest number; up to order of axes and broadcasting."""
         once = _once(wanted)
         nearest = self._nearest(wanted.squeeze())
         return nearest if once.size == wanted.size else min(nearest, self._nearest(once))
@@ -86,7 +86,7 @@ class Values:
         return nearest
 
     def multiple(self, wanted: np.ndarray, tolerance: float) -> float | None:
-        """A number other than 1 such that JAX computes ``wanted`` times it, and not on the way to ``wanted`` itself."""
+        """Find a number, not 1, such that JAX computes ``wanted`` times it, and not on the way to ``wanted`` itself."""
         wanted = wanted.squeeze()
         in_order, size = _in_order(wanted), float(np.max(np.abs(wanted)))
         found = False
@@ -149,12 +149,12 @@ class _Judged:
         return self.learned and self.there and not any(seen.learned for seen in self.missing)
 
     def feeds(self, other: _Judged) -> bool:
-        """Whether an output is among the other's missing inputs."""
+        """Tell whether an output is among the other's missing inputs."""
         return any(_same(mine, theirs) for mine in self.call.outputs for theirs in other.missing)
 
 
 def tolerant(call: ModuleCall, rough: ModuleCall, precision: Precision) -> ModuleCall:
-    """The call with the errors up to which JAX's values are the same: by its tensors in the dtypes given."""
+    """Return the call with the errors up to which JAX's values are the same: by its tensors in the dtypes given."""
     if (len(call.inputs), len(call.outputs)) != (len(rough.inputs), len(rough.outputs)):
         raise ValueError(f"{call.name} takes or returns other tensors in float64 than in the dtypes given")
     pairs = zip((*call.inputs, *call.outputs), (*rough.inputs, *rough.outputs), strict=True)
@@ -171,7 +171,7 @@ def _tolerance(fine: Seen, low: Seen, precision: Precision) -> float:
 
 
 def locate(calls: list[ModuleCall], closed: ClosedJaxpr, inputs: list[jax.Array]) -> Location | None:
-    """The first submodule whose output the JAX program does not compute; None if it computes and returns all.
+    """Find the first submodule whose output the JAX program does not compute; None if it computes and returns all.
 
     Args:
         calls: the calls of the torch model's submodules, in float64.
@@ -206,7 +206,7 @@ def locate(calls: list[ModuleCall], closed: ClosedJaxpr, inputs: list[jax.Array]
 
 
 def _culprit(suspects: list[_Judged]) -> tuple[_Judged, bool]:
-    """The suspect that holds the difference, and whether that is known; the model itself only where it is alone."""
+    """Return the suspect that holds the difference, and if that is known; the model itself only where it is alone."""
     inner = [one for one in suspects if one.call.name]
     learned = [one for one in inner if one.learned]
     for one in suspects:
@@ -226,7 +226,7 @@ def _culprit(suspects: list[_Judged]) -> tuple[_Judged, bool]:
 
 
 def _returned(judged: list[_Judged], returned: Values) -> Location | None:
-    """The submodule whose output JAX computes, and then returns something else; None if it returns the model's."""
+    """Find the submodule whose output JAX computes, and then returns something else; None if it returns the model's."""
     whole = judged[-1]
     outputs = [seen for seen in whole.call.outputs if _tells(seen)]
     errors = [returned.distance(_array(seen)) for seen in outputs]
@@ -237,7 +237,7 @@ def _returned(judged: list[_Judged], returned: Values) -> Location | None:
 
 
 def _explain(culprit: _Judged, judged: list[_Judged], suspects: list[_Judged], values: Values) -> tuple[str, str]:
-    """The submodule's name and what is known of the difference within it."""
+    """Return the submodule's name and what is known of the difference within it."""
     call = culprit.call
     children = [one for one in judged[: judged.index(culprit)] if _is_child(one.call.name, call.name)]
     for child in children:  # dropout is found in evaluation, where it returns its input, whatever JAX makes of that
@@ -267,7 +267,7 @@ def _is_child(name: str, parent: str) -> bool:
 
 
 def _is_dropout(call: ModuleCall) -> bool:
-    """Whether the call is one of dropout, or of another module that returned its input as it was."""
+    """Tell whether the call is one of dropout, or of another module that returned its input as it was."""
     if len(call.outputs) != 1 or not call.inputs or _is_trivial(_array(call.outputs[0])):
         return False
     given, made = call.inputs[0].value, call.outputs[0].value
@@ -279,7 +279,7 @@ def _is_float(seen: Seen) -> bool:
 
 
 def _tells(seen: Seen) -> bool:
-    """Whether finding the tensor says anything: it has numbers, and not one and the same everywhere."""
+    """Tell whether finding the tensor says anything: it has numbers, and not one and the same everywhere."""
     return _is_float(seen) and seen.value.numel() <= _LARGEST and not _is_trivial(_array(seen))
 
 
@@ -290,7 +290,7 @@ def _same(one: Seen, two: Seen) -> bool:
 
 
 def _is_trivial(array: np.ndarray) -> bool:
-    """Whether the tensor is found anywhere: it is empty, or all its numbers are one and the same."""
+    """Tell whether the tensor is found anywhere: it is empty, or all its numbers are one and the same."""
     return array.size == 0 or bool((array == array.ravel()[0]).all() and (array.size > 1 or array.ravel()[0] in (0, 1)))
 
 
@@ -303,7 +303,7 @@ def _number(seen: Seen) -> tuple[np.ndarray, float]:
 
 
 def _once(array: np.ndarray) -> np.ndarray:
-    """The array without axes of one entry, and without those along which it is repeated, but for rounding."""
+    """Return the array without axes of one entry, and without those along which it is repeated, but for rounding."""
     array = array.squeeze()
     for axis in reversed(range(array.ndim)):
         first, last = array.take([0], axis), array.take([-1], axis)
@@ -320,7 +320,7 @@ def _in_order(array: np.ndarray) -> np.ndarray:
 
 
 def _over_axes(array: np.ndarray, wanted: np.ndarray) -> float:
-    """The smallest error over the orders of the axes that give the same shape."""
+    """Return the smallest error over the orders of the axes that give the same shape."""
     errors = [
         np.max(np.abs(np.nan_to_num(array.transpose(order)) - np.nan_to_num(wanted)))
         for order in itertools.permutations(range(array.ndim))

@@ -89,7 +89,7 @@ class ParameterMapping(dict[str, Entry]):
 
 
 class Unmapped(Exception):
-    """Parameters and state dict do not match; ``side`` is what can be compared all the same."""
+    """The error that parameters and state dict do not match; ``side`` is what can be compared all the same."""
 
     def __init__(self, problems: list[str], side: Any) -> None:
         super().__init__(problems)
@@ -97,7 +97,7 @@ class Unmapped(Exception):
 
 
 def leaf_paths(tree: PyTree) -> list[tuple[str, Any]]:
-    """The leaves of a pytree with their dotted paths."""
+    """Return the leaves of a pytree with their dotted paths."""
     return [(".".join(map(_key, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
@@ -109,7 +109,7 @@ def _key(entry: object) -> str:
 
 
 def apply(mapping: Mapping[str, Entry], state: State) -> dict[str, torch.Tensor]:
-    """The tensor of each leaf by its path; differentiable.
+    """Return the tensor of each leaf by its path; differentiable.
 
     Raises:
         KeyError: the state dict lacks a name that the mapping uses.
@@ -118,7 +118,7 @@ def apply(mapping: Mapping[str, Entry], state: State) -> dict[str, torch.Tensor]
 
 
 def problems(mapping: Mapping[str, Entry], state: State, params: PyTree) -> list[str]:
-    """What is wrong with a mapping for these parameters: names and leaves that are not there, shapes that differ."""
+    """Say what is wrong with a mapping for these parameters: names and leaves that are missing, shapes that differ."""
     leaves = {path: leaf for path, leaf in leaf_paths(params) if is_parameter(leaf)}
     found = [f"the mapping names {path!r}, which the JAX parameters lack" for path in mapping if path not in leaves]
     found += [f"the mapping has no source for the JAX leaf {path!r}" for path in leaves if path not in mapping]
@@ -139,10 +139,10 @@ def problems(mapping: Mapping[str, Entry], state: State, params: PyTree) -> list
 
 
 def is_parameter(leaf: Any) -> TypeGuard[Parameter]:
-    """Whether a leaf of a JAX tree is data of floats: an array, or the shape of one."""
+    """Tell whether a leaf of a JAX tree is data of floats: an array, or the shape of one."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and jax.numpy.issubdtype(leaf.dtype, np.inexact)
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, tied ones under each of their names, buffers that are not saved included."""
+    """Return parameters and buffers by name, tied ones under all their names, also buffers that are not saved."""
     return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))

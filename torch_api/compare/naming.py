@@ -30,7 +30,7 @@ _LETTER = {"w": "weight", "b": "bias"}
 
 @functools.lru_cache(maxsize=4096)
 def words(name: str) -> list[str]:
-    """A name as words, aliases replaced: ``blocks.0.wq`` is layer, 0, query, weight."""
+    """Return a name as words, aliases replaced: ``blocks.0.wq`` is layer, 0, query, weight."""
     found = []
     for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name):
         part = part.lower()
@@ -41,7 +41,7 @@ def words(name: str) -> list[str]:
 
 
 def likeness(one: list[str], two: list[str]) -> float:
-    """How alike two names are: the words that they share, the numbers in their order, and the letters."""
+    """Tell how alike two names are: the words that they share, the numbers in their order, and the letters."""
     shared = sum((Counter(one) & Counter(two)).values())
     numbers = [[w for w in each if w.isdigit()] for each in (one, two)]
     same_kind = (one[-1:] == ["bias"]) == (two[-1:] == ["bias"])
@@ -56,5 +56,5 @@ def _pairs(text: str) -> frozenset[str]:
 
 
 def kind(path: str) -> str:
-    """What the leaves of one kind in all layers have in common: the words without numbers."""
+    """Return what the leaves of one kind in all layers have in common: the words without numbers."""
     return " ".join(w for w in words(path) if not w.isdigit() and w != "layer")

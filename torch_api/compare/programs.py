@@ -45,13 +45,13 @@ class Mask:
 
 
 def trace(fun: Callable[..., PyTree], inputs: Sequence[jax.Array]) -> tuple[ClosedJaxpr, jax.tree_util.PyTreeDef]:
-    """The program of a function on these inputs, traced anew, and the structure of its results."""
+    """Return the program of a function on these inputs, traced anew, and the structure of its results."""
     closed, shapes = jax.make_jaxpr(lambda *inputs: fun(*inputs), return_shape=True)(*inputs)
     return closed, jax.tree.structure(shapes)
 
 
 def is_same(one: ClosedJaxpr, two: ClosedJaxpr) -> bool:
-    """Whether two traces of a function gave the same program, constants included."""
+    """Tell whether two traces of a function gave the same program, constants included."""
     text = lambda closed: re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))  # functions are printed with addresses
     bits = lambda closed: [np.asarray(c).tobytes() for c in closed.consts if not _is_key(c)]
     return text(one) == text(two) and bits(one) == bits(two)
@@ -63,7 +63,7 @@ def _is_key(value: object) -> bool:
 
 
 def compiled(fun: Callable[..., T]) -> Callable[..., T]:
-    """``jax.jit`` for a function that runs a few times: code that is slower, made in a fifth of the time."""
+    """Compile a function that runs a few times: to code slower than that of ``jax.jit``, in a fifth of the time."""
     return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -114,7 +114,7 @@ def _is_draw(equation: JaxprEqn) -> bool:
 
 
 def equations(closed: ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """All operations of a program, those of its inner programs included, draws taken as one."""
+    """Yield all operations of a program, those of its inner programs included, draws taken as one."""
     for equation in closed.jaxpr.eqns:
         yield equation
         inner = called(equation)
@@ -160,7 +160,7 @@ def run(
 
 
 def unseen(closed: ClosedJaxpr) -> list[str]:
-    """The loops and conditionals that :func:`evaluate` takes as one operation, each with its line."""
+    """Return the loops and conditionals that :func:`evaluate` takes as one operation, each with its line."""
     found = []
     for equation in equations(closed):
         name = equation.primitive.name
@@ -170,7 +170,7 @@ def unseen(closed: ClosedJaxpr) -> list[str]:
 
 
 def coarse_operations(closed: ClosedJaxpr) -> dict[str, str]:
-    """The dtypes coarser than float64 in which a program computes, each with the line of the first such operation."""
+    """Return the dtypes coarser than float64 in which a program computes, each with its first operation's line."""
     found: dict[str, str] = {}
     for equation in equations(closed):
         if equation.primitive.name in _MOVES or _is_draw(equation) or called(equation) is not None:
@@ -193,7 +193,7 @@ def _is_float(aval: object, least: int) -> TypeGuard[jax.core.ShapedArray]:
 
 
 def _line(equation: JaxprEqn) -> str:
-    """``file.py:12`` of the user's line."""
+    """Return the user's line, as ``file.py:12``."""
     try:
         source_info_util: Any = importlib.import_module("jax._src.source_info_util")
         frame = source_info_util.user_frame(equation.source_info.traceback)

@@ -68,7 +68,7 @@ def _names(source: Source) -> tuple[str, ...]:
 
 
 def _reshaped(shape: Sequence[int], wanted: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The ways from a torch tensor's shape to a leaf's: as it is, transposed as kernels are, axes split or merged."""
+    """List ways from a torch tensor's shape to a leaf's: as it is, transposed as kernels are, axes split or merged."""
     shape = tuple(shape)
     orders: list[tuple[int, ...] | None] = [None]
     if len(shape) >= 2:
@@ -89,7 +89,7 @@ def _reshaped(shape: Sequence[int], wanted: tuple[int, ...]) -> list[dict[str, A
 
 
 def _units(state: State, leaves: Mapping[str, Parameter]) -> list[tuple[str, int, int]]:
-    """What a leaf may be made of alone: each tensor, and the parts of those that look fused (name, part, parts)."""
+    """List what a leaf may be made of alone: each tensor, and parts of those that look fused (name, part, parts)."""
     shapes = {tuple(leaf.shape) for leaf in leaves.values()}
     units = []
     for name, tensor in state.items():
@@ -106,7 +106,7 @@ def _units(state: State, leaves: Mapping[str, Parameter]) -> list[tuple[str, int
 
 
 def _assign(leaves: Mapping[str, Parameter], units: list[tuple[str, int, int]], state: State) -> dict[str, Source]:
-    """The pairing of leaves and units with the most equal values, and then with the best names in all."""
+    """Return the pairing of leaves and units with the most equal values, and then with the best names in all."""
     from scipy.optimize import linear_sum_assignment  # JAX requires scipy; only this needs it
 
     if not leaves or not units:
@@ -139,13 +139,13 @@ def _assign(leaves: Mapping[str, Parameter], units: list[tuple[str, int, int]], 
 
 
 def _cut(name: str, i: int, parts: int, state: State) -> Source:
-    """A tensor, or one of the parts that it fuses."""
+    """Return a tensor, or one of the parts that it fuses."""
     length = state[name].shape[0] // parts if parts > 1 else 0
     return Source(name, rows=(i * length, (i + 1) * length) if parts > 1 else None)
 
 
 def _extent(array: np.ndarray | None) -> tuple[float, float] | None:
-    """The smallest and the largest size of the numbers; None where they are one and the same, which tells nothing."""
+    """Return the smallest and largest size of the numbers; None where they are one and the same: that tells nothing."""
     if array is None or array.size < 2 or bool((array == array.ravel()[0]).all()):
         return None
     sizes = np.abs(array)
@@ -159,7 +159,7 @@ def _close(one: tuple[float, float], two: tuple[float, float] | None) -> bool:
 
 
 def _join(leaves: Mapping[str, Parameter], state: State) -> dict[str, Source]:
-    """The leaves made of several tensors (one of each layer, stacked; query, key and value, fused), by better names."""
+    """Find leaves made of several tensors (one of each layer, stacked; query, key, value, fused), by better names."""
     offers: list[tuple[float, str, Source]] = []
     layers, siblings = _layers(state), _siblings(state)
     for path, leaf in leaves.items():
@@ -185,7 +185,7 @@ def _join(leaves: Mapping[str, Parameter], state: State) -> dict[str, Source]:
 
 
 def _fused(names: Sequence[str], part: torch.Size, shape: tuple[int, ...]) -> Iterator[Source]:
-    """How a leaf may consist of tensors of one shape side by side, as they are or transposed."""
+    """Yield how a leaf may consist of tensors of one shape side by side, as they are or transposed."""
     for order in (None, (1, 0)) if len(part) == 2 else (None,):
         sizes = tuple(part) if order is None else tuple(part[::-1])
         for axis, size in enumerate(sizes):
@@ -194,7 +194,7 @@ def _fused(names: Sequence[str], part: torch.Size, shape: tuple[int, ...]) -> It
 
 
 def _layers(state: State) -> dict[str, list[str]]:
-    """Names that differ in one number, such as ``layers.*.weight``, in the order of the number."""
+    """Return names that differ in one number, such as ``layers.*.weight``, in the order of the number."""
     groups: dict[str, dict[int, str]] = {}
     for name in state:
         parts = name.split(".")
@@ -209,7 +209,7 @@ def _layers(state: State) -> dict[str, list[str]]:
 
 
 def _siblings(state: State) -> dict[str, list[str]]:
-    """Query, key and value of the same module, in this order."""
+    """Return query, key and value of the same module, in this order."""
     groups: dict[str, dict[str, str]] = {}
     for name in state:
         kinds = [w for w in words(name) if w in ("query", "key", "value")]
@@ -223,19 +223,19 @@ def _siblings(state: State) -> dict[str, list[str]]:
 
 
 def _given(leaf: Parameter) -> np.ndarray | None:
-    """The numbers of a leaf; None for a shape alone."""
+    """Return the numbers of a leaf; None for a shape alone."""
     return None if isinstance(leaf, jax.ShapeDtypeStruct) else wide(np.asarray(leaf))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray | None:
-    """The numbers of a tensor; None for a shape alone."""
+    """Return the numbers of a tensor; None for a shape alone."""
     if tensor.is_meta:
         return None
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64).cpu().numpy()
 
 
 def _equal(source: Source, given: np.ndarray, dtype: np.dtype, state: State) -> Iterator[Source]:
-    """The sources like this one that make the numbers of a leaf: other orders of axes and names, windows reversed."""
+    """Find sources like this one that make the numbers of a leaf: other orders of axes and names, windows reversed."""
     part = _part(source, state)
     if part.is_meta:
         return
@@ -256,7 +256,7 @@ def _equal(source: Source, given: np.ndarray, dtype: np.dtype, state: State) -> 
 
 
 def _part(source: Source, state: State) -> torch.Tensor:
-    """The tensor that the source permutes."""
+    """Return the tensor that the source permutes."""
     part = state[_names(source)[0]]
     return part if source.rows is None else part[slice(*source.rows)]
 
@@ -304,7 +304,7 @@ def _orient(found: dict[str, Source], leaves: Mapping[str, Parameter], state: St
 def _choice(
     path: str, source: Source, choices: list[Source], sure: bool, most: Way | None, shape: tuple[int, ...], state: State
 ) -> Source:
-    """The source of one leaf: the way of most others where that fits, else its own."""
+    """Return the source of one leaf: the way of most others where that fits, else its own."""
     dim = _part(source, state).dim()
     if most is not None:
         like = [choice for choice in choices if _way(choice, dim) == most]
@@ -324,6 +324,6 @@ def _way(source: Source, dim: int) -> Way:
 
 
 def _most(votes: Counter[Way]) -> Way | None:
-    """What more voted for than for anything else."""
+    """Return what more voted for than for anything else."""
     first = votes.most_common(2)
     return first[0][0] if first and (len(first) == 1 or first[0][1] > first[1][1]) else None

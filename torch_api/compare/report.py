@@ -233,14 +233,14 @@ def _value(value: object) -> str:
 
 
 def _columns(table: Sequence[Sequence[str]]) -> list[str]:
-    """The rows of a table, its columns aligned, with a line under the first row."""
+    """Return the rows of a table, its columns aligned, with a line under the first row."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
     return [lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]]
 
 
 def _plain(value: object) -> object:
-    """The value with what JSON lacks (NaN, infinities, complex numbers) as text."""
+    """Return the value with what JSON lacks (NaN, infinities, complex numbers) as text."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -36,7 +36,7 @@ _MOVES = frozenset(
 
 
 class Widened(TorchFunctionMode):
-    """Makes a function's other tensors float64, as its arguments are.
+    """A mode that makes a function's other tensors float64, as its arguments are.
 
     Those are the ones that it creates without naming a dtype, and, where torch does not promote by itself (products of
     matrices), those that it captured.
@@ -61,7 +61,7 @@ class Widened(TorchFunctionMode):
 
 
 class Draws(TorchDispatchMode):
-    """Gives dropout the masks that the JAX function drew, or else the masks of this object's first run again.
+    """A mode that gives dropout the JAX function's masks, or else the masks of this object's first run again.
 
     Attributes:
         count: the masks asked for in this run.
@@ -76,7 +76,7 @@ class Draws(TorchDispatchMode):
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """One run of the function, from the first mask."""
+        """Begin a run of the function, from the first mask."""
         self.count = 0
         with self:
             yield
@@ -104,7 +104,7 @@ class Draws(TorchDispatchMode):
         return args[0].copy_(mask) if name == "bernoulli_" else mask.to(args[0].dtype)
 
     def _mask(self, like: torch.Tensor, keep: float, func: object) -> torch.Tensor:
-        """The next mask, True for what is kept."""
+        """Return the next mask, True for what is kept."""
         place, self.count = self.count, self.count + 1
         if place < len(self.given):
             drawn = self.given[place]
@@ -133,7 +133,7 @@ class Draws(TorchDispatchMode):
 
 
 class Watching(TorchDispatchMode):
-    """Notes the dtypes coarser than float64 in which a function computes."""
+    """A mode that notes the dtypes coarser than float64 in which a function computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor | None) -> int:
-    """The size of a floating number of the tensor, 0 where it holds none."""
+    """Return the size of a floating number of the tensor, 0 where it holds none."""
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
     return tensor.element_size() // (2 if tensor.is_complex() else 1)
@@ -223,14 +223,14 @@ def _seen(tree: PyTree) -> list[Seen]:
 
 
 def _node(tensor: torch.Tensor) -> Node | None:
-    """The tensor's node in autograd's graph; of a leaf, the one that gathers its gradient."""
+    """Return the tensor's node in autograd's graph; of a leaf, the one that gathers its gradient."""
     if tensor.grad_fn is None and tensor.requires_grad and torch.is_grad_enabled():
         return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     return tensor.grad_fn
 
 
 def before(nodes: Iterable[Node | None]) -> set[Node]:
-    """These nodes of autograd's graph and all that they were computed from."""
+    """Return these nodes of autograd's graph and all that they were computed from."""
     reached: set[Node] = set()
     waiting = [node for node in nodes if node is not None]
     while waiting:
@@ -242,7 +242,7 @@ def before(nodes: Iterable[Node | None]) -> set[Node]:
 
 
 def after(nodes: Iterable[Node | None], variables: Sequence[torch.Tensor]) -> set[Node]:
-    """Those of the nodes, and of the nodes before them, that were computed from the variables."""
+    """Return those of the nodes, and of the nodes before them, that were computed from the variables."""
     ids, following = set(map(id, variables)), dict[Node | None, list[Node]]()
     nodes = before(nodes)
     for node in nodes:

@@ -24,7 +24,7 @@ Positions: TypeAlias = int | Sequence[int] | None
 
 
 def cast(tensor: torch.Tensor, high: bool) -> torch.Tensor:
-    """A copy in the dtype of a run: float64, or as given, where float64 itself becomes float32."""
+    """Copy a tensor in the dtype of a run: float64, or as given, where float64 itself becomes float32."""
     dtype = tensor.dtype
     if dtype.is_floating_point:
         dtype = torch.float64 if high else torch.float32 if dtype == torch.float64 else dtype
@@ -34,12 +34,12 @@ def cast(tensor: torch.Tensor, high: bool) -> torch.Tensor:
 
 
 def is_tensor(leaf: object) -> bool:
-    """Whether a leaf is a torch tensor."""
+    """Tell whether a leaf is a torch tensor."""
     return isinstance(leaf, torch.Tensor)
 
 
 def floats(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds real or complex floats."""
+    """Tell whether a tensor holds real or complex floats."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -76,7 +76,7 @@ class TorchSide:
         argnums: Positions,
         batch_argnums: Positions,
     ) -> TorchSide:
-        """A module, a function of a dict of parameters and other arguments, or a function of arguments alone."""
+        """Take a module, a function of a dict of parameters and other arguments, or one of arguments alone."""
         module = fun if isinstance(fun, torch.nn.Module) else None
         first = 0
         if module is not None:
@@ -112,44 +112,44 @@ class TorchSide:
         return cls(call, module, state, aliases, trainable, args, [n for n in picked if floats(leaves[n])], rows)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of the state and the arguments."""
+        """Return all tensors of the state and the arguments."""
         return [*self.state.values(), *self.leaves()]
 
     def is_double(self) -> bool:
-        """Whether float64 was given, so that a coarser dtype is no choice of the caller's."""
+        """Tell whether float64 was given, so that a coarser dtype is no choice of the caller's."""
         return any(t.dtype in (torch.float64, torch.complex128) for t in self.tensors())
 
     def leaves(self) -> list[torch.Tensor]:
-        """The tensors of the arguments."""
+        """Return the tensors of the arguments."""
         return Structure.split(self.args, is_tensor)[0]
 
     def labels(self) -> list[str]:
-        """The names of what is differentiated: parameters, then ``argument 0`` and so on."""
+        """Return the names of what is differentiated: parameters, then ``argument 0`` and so on."""
         paths = [path for path, leaf in leaf_paths(self.args) if is_tensor(leaf)]
         return [*self.trainable, *(f"argument {paths[n]}" for n in self.chosen)]
 
     def full(self, state: State) -> State:
-        """The state under all its names."""
+        """Return the state under all its names."""
         return {name: state[canonical] for name, canonical in self.aliases.items()}
 
     def row(self, i: int) -> TorchSide:
-        """The same function on one example."""
+        """Return this torch function with one example of the batch."""
         leaves, structure = Structure.split(self.args, is_tensor)
         cut = [leaf[i : i + 1] if n in self.batch else leaf for n, leaf in enumerate(leaves)]
         return dataclasses.replace(self, args=structure.join(cut))
 
     def rows(self) -> int:
-        """The number of examples."""
+        """Return the number of examples."""
         return int(self.leaves()[self.batch[0]].shape[0])
 
     # What torch computes
 
     def outputs(self, high: bool, draws: Draws) -> PyTree:
-        """The results, detached."""
+        """Compute the results, detached."""
         return to_torch_tree(jax.tree.map(_detached, self._run(high, draws)[0]))
 
     def calls(self, high: bool, draws: Draws) -> list[ModuleCall]:
-        """The calls of the submodules."""
+        """Record the calls of the submodules."""
         assert self.module is not None
         recorded = Recorded(self.module)
         with recorded.run():
@@ -160,21 +160,21 @@ class TorchSide:
         return [dataclasses.replace(c, inputs=mark(c.inputs), outputs=mark(c.outputs)) for c in recorded.calls]
 
     def coarse_dtypes(self, draws: Draws) -> dict[str, str]:
-        """The dtypes coarser than float64 in which the float64 run computes, each with an operation."""
+        """Return the dtypes coarser than float64 in which the float64 run computes, each with an operation."""
         watching = Watching()
         with watching:
             self._run(True, draws)
         return watching.found
 
     def gradient(self, high: bool, draws: Draws, weights: Weights) -> dict[str, torch.Tensor]:
-        """The gradient of the weighted outputs by label."""
+        """Compute the gradient of the weighted outputs by label."""
         outputs, variables = self._run(high, draws)
         return dict(zip(self.labels(), _gradients(_torch_sum(outputs, weights), variables), strict=True))
 
     def hvp(
         self, high: bool, draws: Draws, weights: Weights, direction: Mapping[str, np.ndarray]
     ) -> dict[str, torch.Tensor]:
-        """The Hessian of the weighted outputs times a direction."""
+        """Compute the Hessian of the weighted outputs times a direction."""
         outputs, variables = self._run(high, draws)
         if any(v.is_complex() for v in variables):
             raise TypeError("Hessian-vector products of complex variables are not defined here.")
@@ -184,29 +184,29 @@ class TorchSide:
         return dict(zip(self.labels(), _gradients(slope, variables), strict=True))
 
     def row_gradients(self, high: bool, draws: Draws, weights: Weights) -> dict[str, torch.Tensor]:
-        """The gradients of each example, ``[batch, ...]`` each."""
+        """Compute the gradients of each example, ``[batch, ...]`` each."""
         rows = [self.row(i).gradient(high, draws, weights) for i in range(self.rows())]
         return {label: torch.stack([row[label] for row in rows]) for label in self.labels()}
 
     def weights(self, draws: Draws, seed: int) -> Weights:
-        """Random weights for each output."""
+        """Draw random weights for each output."""
         generator = np.random.default_rng(seed)
         outputs = [x for _, x in leaf_paths(to_jax_tree(self.outputs(False, draws)))]
         moving = [torch.is_tensor(x) and floats(x) for x in outputs]
         return [generator.normal(size=tuple(x.shape)) if m else None for x, m in zip(outputs, moving, strict=True)]
 
     def row_weights(self, draws: Draws, seed: int) -> Weights:
-        """Random weights for each output of one example."""
+        """Draw random weights for each output of one example."""
         return self.row(0).weights(draws, seed) if self.rows() else []
 
     def direction(self, seed: int) -> dict[str, np.ndarray]:
-        """A random direction in the space of what is differentiated."""
+        """Draw a random direction in the space of what is differentiated."""
         generator, leaves = np.random.default_rng(seed + 1), self.leaves()
         shapes = [*(self.state[n].shape for n in self.trainable), *(leaves[n].shape for n in self.chosen)]
         return {label: generator.normal(size=tuple(s)) for label, s in zip(self.labels(), shapes, strict=True)}
 
     def _run(self, high: bool, draws: Draws) -> tuple[PyTree, list[torch.Tensor]]:
-        """The results, part of autograd, and the variables that they depend on."""
+        """Compute the results, part of autograd; return them and the variables that they depend on."""
         state = {name: cast(tensor, high) for name, tensor in self.state.items()}
         given, structure = Structure.split(self.args, is_tensor)
         leaves = [cast(leaf, high) for leaf in given]
@@ -224,7 +224,7 @@ def _detached(leaf: PyTree) -> PyTree:
 
 
 def _numbered(args: tuple[PyTree, ...]) -> list[list[int]]:
-    """The numbers of the tensors of each argument."""
+    """Return the numbers of the tensors of each argument."""
     numbers, count = [], 0
     for arg in args:
         held = sum(map(is_tensor, jax.tree.leaves(arg)))
@@ -234,7 +234,7 @@ def _numbered(args: tuple[PyTree, ...]) -> list[list[int]]:
 
 
 def _positions(name: str, value: Positions, count: int, first: int) -> list[int] | None:
-    """The positions among the arguments that follow the parameters."""
+    """Return the positions among the arguments that follow the parameters."""
     if value is None:
         return None
     listed = [value] if isinstance(value, int) else list(value)
