@@ -452,8 +452,8 @@ def test_threads() -> None:
 def test_many_compilations_are_named_in_a_warning_at_the_line_that_calls() -> None:
     call = through(lambda x: x * 2)
     with pytest.warns(UserWarning, match=r"test_as_torch\.py:\d+\) has been compiled 32 times") as seen:
-        for i in range(40):
-            call(torch.ones(i + 1))
+        results = [call(torch.ones(i + 1)) for i in range(40)]
+    assert len(results[-1]) == 40
     assert [(warning.filename, warning.lineno) for warning in seen] == [(__file__, seen[0].lineno)]
 
 

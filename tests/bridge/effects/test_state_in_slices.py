@@ -229,7 +229,8 @@ def test_what_is_kept_for_later_is_dropped_with_a_warning(name: str) -> None:
     x = torch.ones(4, 2)
     for step, place in list(LATER.items())[:: 1 if name == _QUICK else 2]:
         net = _Net(step)
-        with pytest.warns(UserWarning, match=rf"in_slices.py:\d+: the function keeps a tensor in .*{place}.*Return") as seen:
+        expected = rf"in_slices.py:\d+: the function keeps a tensor in .*{place}.*Return"
+        with pytest.warns(UserWarning, match=expected) as seen:
             TRANSFORMS[name](net, x)
         assert seen[0].filename == __file__  # where the user calls, not where the warning is raised
         assert (net.cache, LAST) == ({}, None)
