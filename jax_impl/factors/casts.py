@@ -94,7 +94,7 @@ class Casts:
         return ""
 
     def _rescales(self, e: JaxprEqn, i: int) -> bool:
-        """Tell whether the operand may be made much larger or smaller; an example's own factor, as of clipping, is not."""
+        """Tell whether the operand may be made much larger or smaller, by more than an example's own factor of clipping."""
         if e.primitive.name not in ("mul", "div"):
             return False
         numbers = [abs(n) for n in _literals(e)]
