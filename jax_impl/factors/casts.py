@@ -94,7 +94,7 @@ class Casts:
         return ""
 
     def _rescales(self, e: JaxprEqn, i: int) -> bool:
-        """Tell whether the operand may be made much larger or smaller, by more than an example's own factor of clipping."""
+        """Tell whether the operand may be made much larger or smaller, other than by the factors of clipping."""
         if e.primitive.name not in ("mul", "div"):
             return False
         numbers = [abs(n) for n in _literals(e)]
