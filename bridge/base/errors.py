@@ -19,7 +19,7 @@ class TraceError(TypeError):
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """``file.py:12`` of the innermost frame that belongs to no library (of a library's, where there is no other)."""
+    """Find ``file.py:12`` of the innermost frame that belongs to no library (of a library's, where there is none)."""
     within = [] if error is None else list(traceback.walk_tb(error.__traceback__))
     frames = ((frame.f_code.co_filename, line) for frame, line in reversed(within))
     library = "?"
@@ -44,7 +44,7 @@ _LOCATED = re.compile(r"\S:\d+(: |$)", re.MULTILINE)
 
 
 def located(error: Exception) -> Exception:
-    """An error that microtome raised, with the user's line in front where it names none yet; others as they are."""
+    """Put the user's line before an error that microtome raised, where it names none yet; leave others as they are."""
     frames = list(traceback.walk_tb(error.__traceback__))
     own = bool(frames) and frames[-1][0].f_code.co_filename.startswith(OWN)
     if not own or type(error) not in (TypeError, ValueError, TraceError) or _LOCATED.search(str(error)):
@@ -64,7 +64,7 @@ def noting_line() -> Iterator[None]:
 
 
 def calling_object(method: Callable[..., object]) -> object:
-    """The object of which this very method is running, or None."""
+    """Return the object of which this very method is running, or None."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not method.__code__:
         frame = frame.f_back
@@ -72,7 +72,7 @@ def calling_object(method: Callable[..., object]) -> object:
 
 
 def is_raised_by_jax(error: BaseException) -> bool:
-    """Whether an error came out of JAX's own code."""
+    """Tell whether an error came out of JAX's own code."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and (frames[-1][0].f_globals.get("__name__") or "").startswith(("jax.", "jax_"))
 
@@ -104,7 +104,7 @@ class WrittenLeaf(TraceError):
 
 
 def frozen_number() -> TraceError:
-    """The error for a draw from a generator that is not torch's."""
+    """Return the error for a draw from a generator that is not torch's."""
     return TraceError(
         "the function draws from Python's or NumPy's generator. A traced function runs once, and the number would be "
         "frozen: draw with torch, or pass the number in as an argument."
@@ -112,7 +112,7 @@ def frozen_number() -> TraceError:
 
 
 def refused_backward(whose: str) -> TraceError:
-    """The error for a ``backward()`` in a traced function that would write to a tensor from outside."""
+    """Return the error for a ``backward()`` in a traced function that would write to a tensor from outside."""
     return TraceError(
         f"{user_line()}: .backward() inside a traced function would write to .grad of {whose}, which a call does not "
         "repeat. Name the tensors made inside that it is for (inputs=[...]), or use torch.autograd.grad."
@@ -120,7 +120,7 @@ def refused_backward(whose: str) -> TraceError:
 
 
 def refuse_seed(*args: object, **kwargs: object) -> None:
-    """What ``torch.manual_seed`` is while a function is traced."""
+    """Refuse ``torch.manual_seed``, in whose place this stands while a function is traced."""
     raise TraceError(
         f"{user_line()}: torch.manual_seed inside a traced function: the function runs once, and each call of its "
         "program draws from a key of its own. Call torch.manual_seed before the call."
@@ -128,7 +128,7 @@ def refuse_seed(*args: object, **kwargs: object) -> None:
 
 
 def refuse_tracer(*args: object) -> None:
-    """What entering a tracer of torch's is while a function is traced."""
+    """Refuse to enter a tracer of torch's: this stands in the place of entering one while a function is traced."""
     raise TraceError(
         f"{user_line()}: make_fx or torch.export inside a traced function would take its tensors for constants. Trace "
         "outside and call the result here; for derivatives use torch.func.jvp or vjp."
@@ -136,7 +136,7 @@ def refuse_tracer(*args: object) -> None:
 
 
 def memory_refusal(line: str, what: str) -> TraceError:
-    """The error for what asks where the elements of a tensor lie, or for the elements themselves."""
+    """Return the error for what asks where the elements of a tensor lie, or for the elements themselves."""
     return TraceError(
         f"{line}: {what} was asked of a tensor that depends on the arguments or is captured, which has no memory while "
         "its function is traced. Stay in torch ops (torch.stack for a tensor made of tensors), or do this outside and "
@@ -148,6 +148,6 @@ _NO_MEMORY = ("data pointer", "data ptr", "not allocated", "no data", "python st
 
 
 def asks_for_memory(error: Exception) -> bool:
-    """Whether torch refused to give the memory of a tensor that has none."""
+    """Tell whether torch refused to give the memory of a tensor that has none."""
     message = str(error)
     return isinstance(error, (RuntimeError, NotImplementedError)) and any(part in message for part in _NO_MEMORY)

@@ -134,28 +134,28 @@ Results: TypeAlias = tuple[torch.Tensor | None, ...]
 
 @functools.cache
 def core_decompositions() -> dict[torch._ops.OperatorBase, Callable[..., object]]:
-    """torch's core decompositions. torch searches all registered ops for them each time that it is asked."""
+    """Return torch's core decompositions. torch searches all registered ops for them each time that it is asked."""
     return dict(core_aten_decompositions().items())
 
 
 def map_tensors(fun: Callable[[torch.Tensor], object], tree: PyTree) -> PyTree:
-    """The tree with its tensors replaced. A ``torch.Size`` stays one: ``x.new(shape)`` takes a tuple for data."""
+    """Replace the tensors of a tree. A ``torch.Size`` stays one: ``x.new(shape)`` takes a tuple for data."""
     return torch_pytree.tree_map_only(torch.Tensor, fun, tree, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
 def op_name(op: object) -> str:
-    """The name of an op without its overload, such as ``aten.mul``; of what is no op of torch's, what it prints."""
+    """Return an op's name without its overload, such as ``aten.mul``; of what is no op of torch's, what it prints."""
     return str(getattr(op, "overloadpacket", op))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number that tensors have in common which share their memory, in a recording too."""
+    """Return a number that tensors have in common which share their memory, in a recording too."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def blank(dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """A tensor of a form that takes no memory, for a place in a trace; whatever is active around, it is a plain one."""
+    """Make a tensor of a form that takes no memory, for a place in a trace; whatever is active around, a plain one."""
     with without_modes(), temporarily_clear_interpreter_stack(), without_inference_mode():
         return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
@@ -169,12 +169,12 @@ _SUBSTITUTIONS = _Substitutions()
 
 
 def active_substitutions() -> list[Substitution]:
-    """The substitutions that this thread is under, innermost last."""
+    """Return the substitutions that this thread is under, innermost last."""
     return list(_SUBSTITUTIONS.active)
 
 
 def substituted(tensor: torch.Tensor) -> torch.Tensor:
-    """What the active substitutions show in the place of a tensor, where no torch function is called that they see."""
+    """Return what active substitutions show in place of a tensor, where no torch function is called that they see."""
     for substitution in reversed(_SUBSTITUTIONS.active):
         tensor = substitution.swap(tensor)
     return tensor
@@ -197,7 +197,7 @@ class Substitution(TorchFunctionMode):
         _SUBSTITUTIONS.active.remove(self)
 
     def swap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor to be seen in the place of another."""
+        """Return the tensor to be seen in the place of another."""
         return self.replacements.get(id(tensor), tensor)
 
     def __torch_function__(
@@ -214,7 +214,7 @@ _OF_HISTORY = (torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__)
 
 
 def _this_thread() -> Callable[[], bool]:
-    """A function that says whether it is called in the thread that asked for it: other threads see torch as it is."""
+    """Return a function that tells whether it runs in the thread that asked for it: others see torch as it is."""
     owner = threading.get_ident()
     return lambda: threading.get_ident() == owner
 
@@ -230,7 +230,7 @@ class _AbsentOp:
 
 @contextlib.contextmanager
 def absent_ops() -> Iterator[None]:
-    """While another library names ops of several releases of torch: those that this one lacks are no error."""
+    """Let another library name ops of several releases of torch: those that this one lacks are no error inside."""
     kinds: tuple[Patched, Patched] = (_OpNamespace, OpOverloadPacket)
     originals = [kind.__getattr__ for kind in kinds]
     here = _this_thread()
@@ -257,7 +257,7 @@ def absent_ops() -> Iterator[None]:
 
 @contextlib.contextmanager
 def entering_functorch(swap: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """``torch.func`` wraps its inputs without asking a function mode: let it wrap what ``swap`` gives for them."""
+    """Let ``torch.func``, which wraps its inputs without asking a function mode, wrap what ``swap`` gives for them."""
     grads: Patched = eager_transforms
     maps: Patched = functorch_vmap
     wrap, add = grads._wrap_for_grad, maps._add_batch_dim
@@ -296,20 +296,20 @@ _INFERENCE = _Inference()
 
 
 def asks_inference(default: bool) -> bool:
-    """Whether inference mode is on for the code that is recorded, where ``default`` says that of its caller."""
+    """Tell whether inference mode is on for the code that is recorded, where ``default`` says that of its caller."""
     return _INFERENCE.modes[-1] if _INFERENCE.modes else default
 
 
 @contextlib.contextmanager
 def without_inference_mode() -> Iterator[None]:
-    """A scope outside of inference mode, whatever the code that is recorded thinks."""
+    """Leave inference mode inside, whatever the code that is recorded thinks."""
     with torch._C._InferenceMode(False):
         yield
 
 
 @contextlib.contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """While recording: tensors of inference mode cannot be told of writes, and so it only switches autograd off."""
+    """Let inference mode only switch autograd off while recording: its tensors cannot be told of writes."""
     inference: Patched = torch.inference_mode
     enter, leave = inference.__enter__, inference.__exit__
     here = _this_thread()
@@ -340,7 +340,7 @@ def inference_as_no_grad() -> Iterator[None]:
 def _with_none(
     fun: Callable[..., Results], in_dims: PyTree = 0, out_dims: PyTree = 0, **options: object
 ) -> Callable[..., Results]:
-    """``torch.func.vmap`` of a function that may return None in places, as a gradient does."""
+    """Return ``torch.func.vmap`` of a function that may return None in places, as a gradient does."""
     absent: list[bool] = []
 
     def present(*args: object) -> tuple[torch.Tensor, ...]:
@@ -387,19 +387,19 @@ def load_dynamo() -> None:
 
 
 def parametrizations_are_cached() -> bool:
-    """Whether ``torch.nn.utils.parametrize.cached()`` is open."""
+    """Tell whether ``torch.nn.utils.parametrize.cached()`` is open."""
     parametrizing: ModuleType = torch.nn.utils.parametrize
     return bool(parametrizing._cache_enabled)
 
 
 def proxies_are_active() -> bool:
-    """Whether torch itself is tracing: ``make_fx``, ``torch.export``, ``torch.func.linearize``."""
+    """Tell whether torch itself is tracing: ``make_fx``, ``torch.export``, ``torch.func.linearize``."""
     return torch._C._get_dispatch_mode(BELOW_FUNCTIONALISATION) is not None
 
 
 @contextlib.contextmanager
 def without_other_tracers() -> Iterator[None]:
-    """While recording: torch's own tracers would take the tensors of the recording for constants.
+    """Keep torch's own tracers out while recording: they would take the tensors of the recording for constants.
 
     ``torch.func.linearize`` pushes each tangent forward instead of tracing that, and what ``torch.compile`` made runs
     as it was written. Whatever else traces is refused.
@@ -427,7 +427,7 @@ def without_other_tracers() -> Iterator[None]:
 
 
 def share_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """``tensor.data = value`` for tensors of a recording: torch does not count it as a write."""
+    """Assign ``tensor.data = value`` for tensors of a recording: torch does not count it as a write."""
     version = tensor._version
     with torch._C._AutoDispatchBelowAutograd():  # which would begin a new history
         torch.ops.aten.set_.source_Tensor(tensor, value)
@@ -438,7 +438,7 @@ def share_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def has_own_function(kind: object) -> bool:
-    """Whether a class says itself, by ``__torch_function__``, what an op is of its objects."""
+    """Tell whether a class says itself, by ``__torch_function__``, what an op is of its objects."""
     function = getattr(kind, "__torch_function__", None)
     if function is None or function is torch._C._disabled_torch_function_impl:
         return False
@@ -447,45 +447,45 @@ def has_own_function(kind: object) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs in this thread."""
+    """Tell whether a backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def backward_node() -> torch.autograd.graph.Node | None:
-    """What autograd's engine runs in this thread, if torch wrote it."""
+    """Return what autograd's engine runs in this thread, if torch wrote it."""
     node = torch._C._current_autograd_node()
     return None if hasattr(node, "_forward_cls") else node
 
 
 def sequence_number() -> int:
-    """That of the autograd node that was made last."""
+    """Return the sequence number of the autograd node that was made last."""
     return torch.autograd._get_sequence_nr() - 1
 
 
 def forward_mode_is_active() -> bool:
-    """Whether tensors may be dual numbers."""
+    """Tell whether tensors may be dual numbers."""
     return dual_level_is_open() and torch._C._is_fwd_grad_enabled()
 
 
 def dual_level_is_open() -> bool:
-    """Whether there may be dual numbers somewhere, if not here."""
+    """Tell whether there may be dual numbers somewhere, if not here."""
     return forward_ad._current_level >= 0
 
 
 def without_forward_mode() -> contextlib.AbstractContextManager[None]:
-    """A scope in which dual numbers are their primals."""
+    """Return a scope in which dual numbers are their primals."""
     return forward_ad._set_fwd_grad_enabled(False)
 
 
 def open_modes() -> list[object]:
-    """The function modes and the dispatch modes that are active in this thread."""
+    """Return the function modes and the dispatch modes that are active in this thread."""
     functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     return functions + [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
 
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """A scope in which no dispatch mode and no function mode is active."""
+    """Keep all dispatch modes and function modes inactive inside."""
     stack: list[object] = []
     with _disable_current_modes():
         while torch._C._len_torch_function_stack():
@@ -499,7 +499,7 @@ def without_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """A scope in which autograd keeps its saved tensors itself; a checkpoint around it would take them away."""
+    """Let autograd keep its saved tensors itself inside; a checkpoint around it would take them away."""
     hooks: list[tuple[object, object]] = []
     while (top := autograd_internals._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
@@ -518,12 +518,12 @@ def _legacy_level() -> int:
 
 
 def legacy_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows, on axis 0, of what ``torch.autograd.grad(..., is_grads_batched=True)`` shows as one."""
+    """Return the rows, on axis 0, of what ``torch.autograd.grad(..., is_grads_batched=True)`` shows as one."""
     return torch._remove_batch_dim(tensor, _legacy_level(), 1, 0)
 
 
 def legacy_batch(rows: torch.Tensor) -> torch.Tensor:
-    """The way back of :func:`legacy_rows`."""
+    """Show rows, on axis 0, as one again: the way back of :func:`legacy_rows`."""
     return torch._add_batch_dim(rows, 0, _legacy_level())
 
 
@@ -540,7 +540,7 @@ def compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_kernels(backward_inside: Callable[..., None]) -> Iterator[None]:
-    """While recording: no fused CPU kernels, whose backward ops nothing can lower.
+    """Keep fused CPU kernels out while recording: nothing can lower their backward ops.
 
     ``backward_inside`` is what ``torch.autograd.backward`` does then.
     """

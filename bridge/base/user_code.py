@@ -38,7 +38,7 @@ _HANDS_ON = os.path.join("torch", "serialization.py")  # torch.load
 
 
 def is_users_file(name: str) -> bool:
-    """Whether a file of source code is neither a library's nor microtome's."""
+    """Tell whether a file of source code is neither a library's nor microtome's."""
     return not name.startswith((*LIBRARIES, *OWN))
 
 
@@ -47,7 +47,7 @@ def _package(name: str) -> types.ModuleType | None:
 
 
 def _is_written_in_python(cls: type) -> bool:
-    """Whether a class statement has made a class that has no functions; extensions written in C do not tell."""
+    """Tell whether a class statement has made a class that has no functions; extensions written in C do not tell."""
     kind: type = type(cls)
     is_static = not cls.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
     if is_static or issubclass(cls, BaseException) or not (kind is type or is_users(kind)):
@@ -58,7 +58,7 @@ def _is_written_in_python(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_users(x: Any) -> bool:
-    """Whether a class or a Python module is the user's own."""
+    """Tell whether a class or a Python module is the user's own."""
     if isinstance(x, type):
         module = sys.modules.get(x.__module__)
         # Of a file that is run without becoming a module, or of code that is put together.
@@ -78,13 +78,13 @@ def is_users(x: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_partly_users(cls: type) -> bool:
-    """Whether the user wrote a class, or one that it derives from."""
+    """Tell whether the user wrote a class, or one that it derives from."""
     return any(is_users(base) for base in cls.__mro__)
 
 
 @functools.lru_cache(maxsize=4096)
 def reader(file: str) -> Literal["user", "library", "apart", "import"]:
-    """For whom code in a file reads: for the user, for the code that called it, for itself, or to import something."""
+    """Tell for whom a file's code reads: for the user, the code that called it, itself, or to import something."""
     if file.startswith("<frozen "):
         return "import" if file.startswith("<frozen importlib") else "library"
     if file.startswith(OWN) or file.startswith("<__"):
@@ -97,7 +97,7 @@ def reader(file: str) -> Literal["user", "library", "apart", "import"]:
 
 
 def asked_by(frame: types.FrameType | None) -> types.CodeType | None:
-    """The user's code for which a frame reads something, itself or through libraries; None where there is none.
+    """Return the user's code for which a frame reads something, itself or through libraries; None where there is none.
 
     Nor is there one while something is imported, which happens once in plain torch too, or where the interpreter
     collects garbage in the midst of the user's code.

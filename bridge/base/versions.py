@@ -31,7 +31,7 @@ def enable_x64() -> AbstractContextManager[None]:
 
 
 def backends_are_initialized() -> bool:
-    """Whether JAX has started: what it reads from the environment then is fixed. False where it does not say."""
+    """Tell whether JAX has started: what it reads from the environment then is fixed. False where it does not say."""
     try:
         return bool(importlib.import_module("jax._src.xla_bridge").backends_are_initialized())
     except (ImportError, AttributeError):
@@ -39,7 +39,7 @@ def backends_are_initialized() -> bool:
 
 
 def mapping_trace() -> object:
-    """What JAX is tracing now, seen through ``grad``, ``jvp`` and ``linearize``: the same in and around these."""
+    """Return what JAX traces now, seen through ``grad``, ``jvp`` and ``linearize``: the same in and around these."""
     try:
         core = importlib.import_module("jax._src.core")
         trace = core.trace_ctx.trace
@@ -51,7 +51,7 @@ def mapping_trace() -> object:
 
 
 def weak_float(value: jax.Array) -> jax.Array:
-    """A float64 scalar that takes part in promotion as a Python float does."""
+    """Return a float64 scalar that takes part in promotion as a Python float does."""
     convert: Callable[..., jax.Array] = importlib.import_module("jax._src.lax.lax")._convert_element_type
     result: jax.Array = convert(value, weak_type=True)
     return result

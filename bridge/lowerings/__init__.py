@@ -58,7 +58,7 @@ def _own(op: torch._ops.OpOverload) -> Lowering | None:
 
 
 def from_torchax(op: torch._ops.OpOverload) -> Function | None:
-    """torchax's lowering of an op, if it has one that can be used."""
+    """Return torchax's lowering of an op, if it has one that can be used."""
     table = torchax_table()
     if str(op.overloadpacket) in _WRONG_IN_TORCHAX:
         return None
@@ -67,7 +67,7 @@ def from_torchax(op: torch._ops.OpOverload) -> Function | None:
 
 @functools.cache
 def has_lowering(op: torch._ops.OpOverload) -> Literal["own", "torchax"] | None:
-    """Where the lowering of an op comes from, if there is one."""
+    """Tell where the lowering of an op comes from, if there is one."""
     if _own(op) is not None:
         return "own"
     return "torchax" if from_torchax(op) is not None else None
@@ -75,7 +75,7 @@ def has_lowering(op: torch._ops.OpOverload) -> Literal["own", "torchax"] | None:
 
 @functools.cache
 def find_lowering(op: torch._ops.OpOverload) -> Function | None:
-    """``lowering(*args, **kwargs, _results, _key)``: the metas of the results, and the key of a random op."""
+    """Return ``lowering(*args, **kwargs, _results, _key)``, with the metas of the results and a random op's key."""
     own = _own(op)
     if own is not None:
         return own

@@ -15,7 +15,7 @@ from ._registry import lowering
 
 @lowering("aten._weight_norm_interface_backward")
 def weight_norm_backward(g: Array, v: Array, magnitude: Array, norm: Array, dim: int) -> tuple[Array, Array]:
-    """w = magnitude · v / ‖v‖, the norm over every axis but ``dim``."""
+    """Pull back through w = magnitude · v / ‖v‖, the norm over every axis but ``dim``."""
     axes = tuple(i for i in range(v.ndim) if i != dim % v.ndim)
     norm = norm.reshape([-1 if i == dim % v.ndim else 1 for i in range(v.ndim)])
     along = (g * v).sum(axes, keepdims=True)
@@ -40,7 +40,7 @@ def pdist_backward(g: Array, x: Array, p: float, distance: Array) -> Array:
 
 
 def _pulled_difference(g: Array, difference: Array, p: float, total: Array) -> Array:
-    """The cotangent of a difference from that of its p-norm ``total``."""
+    """Return the cotangent of a difference from that of its p-norm ``total``."""
     size, nonzero = jnp.abs(difference), jnp.where(total == 0, 1, total)
     if p == 1:
         return g * jnp.sign(difference)

@@ -45,7 +45,7 @@ _OTHERS: dict[str, tuple[int, Callable[[Arguments], tuple[int, int]]]] = {
 
 
 def checked(op: object, args: Arguments, line: str) -> Sequence[object]:
-    """The arguments of an op, its indices watched."""
+    """Return the arguments of an op, its indices watched."""
     name = ti.op_name(op)
     if name in _BY_SEVERAL:
         return [args[0], _watch_several(args[0], args[1], line), *args[2:]]
@@ -79,7 +79,7 @@ def _watch(index: object, size: int, least: int, line: str) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class _Within:
-    """That indices are neither below the least one nor past the end."""
+    """The condition that indices are neither below the least one nor past the end."""
 
     least: int
     size: int

@@ -23,20 +23,20 @@ class Condition(Protocol):
     """``holds`` of each element of the evidence, or of all together; else an error."""
 
     def holds(self, evidence: jax.Array, /) -> jax.Array:
-        """Whether it holds, for each element."""
+        """Tell for each element of the evidence whether the condition holds."""
 
     def error(self, value: int, place: int | None, /) -> Exception:
-        """The error for the first element that is wrong: a whole number, and its place if there are several."""
+        """Return the error for the first element that is wrong: a whole number, and its place if there are several."""
 
 
 def raised(condition: Condition, line: str, value: int, place: int | None) -> Exception:
-    """The error of a check, with the user's line."""
+    """Return the error of a check, with the user's line."""
     error = condition.error(value, place)
     return type(error)(f"{line}: {error}")
 
 
 def first_failure(condition: Condition, evidence: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Whether the condition fails; the place of the first element that is wrong, and the element if it is an integer.
+    """Return whether the condition fails, the place of the first wrong element, and that element if it is an integer.
 
     The place counts along the elements in their order. An element that is no integer stands in no message.
     """

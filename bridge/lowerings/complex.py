@@ -15,7 +15,7 @@ from .torchax_ops import torchax_table
 
 @lowering("aten.angle")
 def angle(x: Array) -> Array:
-    """torchax gives pi for -0."""
+    """Compute the angle; torchax gives pi for -0."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.angle(x)
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
@@ -45,19 +45,19 @@ def complex_(real: Array, imag: Array) -> Array:
 
 @lowering("aten._fft_c2r")
 def real_from_half_spectrum(x: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
-    """torchax takes an even last size for granted where there are several axes."""
+    """Transform half a spectrum back; torchax takes an even last size for granted where there are several axes."""
     sizes = [x.shape[d] for d in dim[:-1]] + [last_dim_size]
     return jnp.fft.irfftn(x, sizes, dim, ("forward", "ortho", "backward")[normalization])
 
 
 @lowering("aten._neg_view", "aten._neg_view_copy")
 def neg_view(x: Array) -> Array:
-    """What torch marks on the imaginary part of a conjugate view, without touching the numbers."""
+    """Negate: torch marks it on the imaginary part of a conjugate view, without touching the numbers."""
     return -x
 
 
 def quotient(x: Array, y: Array) -> Array:
-    """``x / y`` by Smith's method (Communications of the ACM 5, 1962), as torch: NaN where all of ``y`` is infinite.
+    """Divide by Smith's method (Communications of the ACM 5, 1962), as torch: NaN where all of ``y`` is infinite.
 
     XLA divides as C does, where a divisor with one infinite part gives zero, whatever the other is.
     """
@@ -74,7 +74,7 @@ def quotient(x: Array, y: Array) -> Array:
 
 
 def _of_complex(name: str, fun: Callable[..., Array]) -> None:
-    """A lowering by ``fun`` for complex numbers alone: torchax's for others."""
+    """Lower an op by ``fun`` for complex numbers alone: by torchax's for others."""
     real = torchax_table()[getattr(torch.ops.aten, name)]
 
     def lower(x: Array, *args: object, **kwargs: object) -> Array:
@@ -84,7 +84,7 @@ def _of_complex(name: str, fun: Callable[..., Array]) -> None:
 
 
 def _on_the_cut(fun: Callable[[Array], Array], real: int = 0, imaginary: int = 0) -> Callable[[Array], Array]:
-    """A function whose parts have the signs of the parts of its argument, zeros included, which XLA takes for +0.
+    """Return ``fun`` with parts that have the signs of its argument's parts, zeros included, which XLA takes for +0.
 
     On a branch cut that sign says from which side the argument came. XLA gives a finite number at some NaN.
     """
@@ -102,7 +102,7 @@ def _on_the_cut(fun: Callable[[Array], Array], real: int = 0, imaginary: int = 0
 
 
 def _root(x: Array) -> Array:
-    """Infinite where the imaginary part of its argument is, whatever the real one."""
+    """Compute the square root: infinite where the imaginary part of its argument is, whatever the real one."""
     y = _on_the_cut(jnp.sqrt, imaginary=1)(x)
     if not jnp.issubdtype(x.dtype, jnp.complexfloating):
         return y

@@ -31,13 +31,13 @@ OUTSIDE_OF_SUPPORT = "outside of what a distribution takes (validate_args=False 
 
 
 def asserted(message: str = "Expected Tensor with single nonzero value, but got zero") -> Condition:
-    """A flag that has to be set: ``torch._assert_async``."""
+    """Return the condition that a flag is set: ``torch._assert_async``."""
     kind = ValueError if message.startswith(OUTSIDE_OF_SUPPORT) else RuntimeError
     return _Asked(lambda flag: flag != 0, _says(message, kind))
 
 
 def factorised(name: str, is_matrix: bool) -> Condition:
-    """That LAPACK's ``info`` is zero; torch's own check writes the message."""
+    """Return the condition that LAPACK's ``info`` is zero; torch's own check writes the message."""
 
     def error(info: int, place: int | None) -> Exception:
         infos = torch.tensor(info if place is None else [0] * place + [info], dtype=torch.int32)
@@ -109,7 +109,7 @@ _CHECKING = (aten.linalg_cholesky_ex, aten.linalg_inv_ex, aten.linalg_lu_factor_
 
 
 def reports_failure(op: object, args: Sequence[object], kwargs: dict[str, object]) -> bool:
-    """Whether this is a factorisation that was asked to raise where it fails."""
+    """Tell whether this is a factorisation that was asked to raise where it fails."""
     return getattr(op, "overloadpacket", None) in _CHECKING and bool(kwargs.get("check_errors"))
 
 
@@ -123,7 +123,7 @@ class Check:
 
 
 def required(op: object, args: Arguments, kwargs: Options) -> list[tuple[torch.Tensor, Condition]]:
-    """The conditions that an op asks of its arguments."""
+    """Return the conditions that an op asks of its arguments."""
     if op is aten.repeat_interleave.Tensor:
         size = kwargs.get("output_size")
         return [(args[0], _Asked(lambda n: n.sum(-1) == size, _says("allocated size does not match required size")))]
@@ -146,7 +146,7 @@ def _divides_integers(op: object, args: Sequence[object], kwargs: dict[str, obje
 
 
 def watched(checks: Sequence[Check], read: Callable[[Any], Array], results: list[Array]) -> list[Array]:
-    """The results of a program, in which these conditions are to hold."""
+    """Return the results of a program, in which these conditions are to hold."""
     for check in checks if results else ():
         results = check_p.bind(read(check.evidence), *results, condition=check.condition, line=check.line)
     return results

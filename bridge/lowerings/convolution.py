@@ -28,7 +28,7 @@ def convolution(
     *flags: bool,
     results: Forms = (),
 ) -> Array:
-    """torchax's gives wrong numbers for grouped transposed convolutions."""
+    """Convolve; torchax gives wrong numbers for grouped transposed convolutions."""
     spatial = weight.ndim - 2
     stride, padding, dilation, output_padding = (
         list(v) * spatial if len(v) == 1 else list(v) for v in (stride, padding, dilation, output_padding)
@@ -48,7 +48,7 @@ def convolution(
 
 
 def _transposed_kernel(weight: Array, groups: int) -> Array:
-    """(inputs, outputs of a group, ...) as (outputs, inputs of a group, ...)."""
+    """Turn a kernel (inputs, outputs of a group, ...) into (outputs, inputs of a group, ...)."""
     inputs, outputs, *kernel = weight.shape
     grouped = weight.reshape(groups, inputs // groups, outputs, *kernel)
     return jnp.swapaxes(grouped, 1, 2).reshape(groups * outputs, inputs // groups, *kernel)

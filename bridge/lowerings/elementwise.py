@@ -23,19 +23,19 @@ Operand = TypeVar("Operand", bound=ArrayLike)
 
 @lowering("aten.digamma")
 def digamma(x: Array) -> Array:
-    """torchax rounds to float32, and JAX gives NaN at zero."""
+    """Compute digamma; torchax rounds to float32, and JAX gives NaN at zero."""
     return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jax.scipy.special.digamma(x)).astype(x.dtype)
 
 
 @lowering("aten.lgamma")
 def lgamma(x: Array) -> Array:
-    """torchax rounds to float32."""
+    """Compute lgamma; torchax rounds to float32."""
     return jax.scipy.special.gammaln(x)
 
 
 @lowering("aten.polygamma")
 def polygamma(n: int, x: Array) -> Array:
-    """Below zero by reflection: XLA's zeta function leaves out terms there."""
+    """Compute polygamma, below zero by reflection: XLA's zeta function leaves out terms there."""
     if n == 0:
         return digamma(x)
     size = math.factorial(n) if n < 171 else math.inf
@@ -50,7 +50,7 @@ def polygamma(n: int, x: Array) -> Array:
 
 
 def _cotangent_derivative(n: int, x: Array) -> Array:
-    """The n-th derivative of cot(πx): a polynomial in c = cot(πx), as c' = -π(1 + c²)."""
+    """Compute the n-th derivative of cot(πx): a polynomial in c = cot(πx), as c' = -π(1 + c²)."""
     polynomial = np.polynomial.Polynomial([0.0, 1.0])
     for _ in range(n):
         polynomial = polynomial.deriv() * np.polynomial.Polynomial([-np.pi, 0.0, -np.pi])
@@ -60,14 +60,14 @@ def _cotangent_derivative(n: int, x: Array) -> Array:
 
 @lowering("aten.logcumsumexp")
 def logcumsumexp(x: Array, dim: int) -> Array:
-    """A running maximum keeps every exponent at or below zero; torchax sums the exponentials as they are."""
+    """Add up exponentials, each exponent at or below zero by a running maximum; torchax sums them as they are."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return _complex_logcumsumexp(x, dim)
     return x if x.ndim == 0 else jax.lax.cumlogsumexp(x, axis=dim % x.ndim)
 
 
 def _complex_logcumsumexp(x: Array, dim: int) -> Array:
-    """One element after another, as the turns that the imaginary part counts depend on the order."""
+    """Add one element after another, as the turns that the imaginary part counts depend on the order."""
 
     def add(total: Array, now: Array) -> tuple[Array, Array]:
         ahead = total.real >= now.real
@@ -89,7 +89,7 @@ def matrix_exp(x: Array) -> Array:
 
 
 def _integers(results: Forms) -> np.dtype | None:
-    """The dtype of the result, if it is one of whole numbers: torchax computes these in floating point."""
+    """Return the dtype of the result, if it is one of whole numbers: torchax computes these in floating point."""
     dtype = jax_dtype(results[0].dtype)
     return dtype if jnp.issubdtype(dtype, jnp.integer) else None
 
@@ -103,13 +103,13 @@ def _torchax(op: torch._ops.OpOverload, *args: object, **kwargs: object) -> Arra
 
 
 def _numbers(x: Operand, dtype: np.dtype) -> Operand | Array:
-    """A mask as ones and zeros: by the conversion, XLA would take a product with it for a selection, inf * 0 for 0."""
+    """Make a mask ones and zeros: by conversion, XLA would take a product with it for a selection, inf * 0 for 0."""
     is_mask = getattr(x, "dtype", None) == np.bool_
     return jnp.where(x, jnp.ones((), dtype), jnp.zeros((), dtype)) if is_mask else x
 
 
 def _beside_number(x: ArrayLike, y: ArrayLike, results: Forms) -> tuple[ArrayLike, ArrayLike]:
-    """Both operands in float32, where a half meets a Python number: torch does not round the number to half."""
+    """Return both operands in float32, where a half meets a Python number: torch does not round the number to half."""
     half = results[0].dtype in (torch.float16, torch.bfloat16)
     if half and (isinstance(x, (int, float)) or isinstance(y, (int, float))):
         return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
@@ -126,7 +126,7 @@ def mul(x: ArrayLike, y: ArrayLike, *, results: Forms) -> Array:
 
 @lowering("aten.div.Tensor", "aten.div.Scalar", results=True)
 def div(x: ArrayLike, y: ArrayLike, *, results: Forms) -> Array:
-    """In float32 for half, as torch does: XLA multiplies by the reciprocal of what is broadcast, which must not round.
+    """Divide, half in float32 as torch does: XLA multiplies by a reciprocal of what is broadcast, which must not round.
 
     The reciprocal of a number near the ends of the range is none: the number is scaled by a power of two.
     """
@@ -159,7 +159,7 @@ def to_copy(x: Array, *_: object, results: Forms, **kwargs: object) -> Array:
 
 @lowering("aten.sign", "aten.sgn")
 def sign(x: Array) -> Array:
-    """That of NaN is zero in torch, and so is the gradient of ``abs`` there."""
+    """Return the sign: that of NaN is zero in torch, and so is the gradient of ``abs`` there."""
     if x.dtype == np.bool_:
         return x
     return jnp.sign(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else jnp.where(x != x, 0, jnp.sign(x))
@@ -167,7 +167,7 @@ def sign(x: Array) -> Array:
 
 @lowering("aten.softshrink_backward")
 def softshrink_backward(g: Array, x: Array, limit: float) -> Array:
-    """torchax gives zero at NaN."""
+    """Let the cotangent through outside of the limits; torchax gives zero at NaN."""
     return jnp.where((x >= -limit) & (x <= limit), 0, g)
 
 
@@ -195,7 +195,7 @@ def power(x: Array, exponent: Array, *, results: Forms) -> Array:
 
 
 def _integer_power(x: Array, exponent: Array) -> Array:
-    """By squaring, over all bits of the exponent: jnp.power looks at six of them."""
+    """Raise to a power by squaring, over all bits of the exponent: jnp.power looks at six of them."""
     base, result = x, jnp.ones_like(x * exponent)
     for bit in range(jnp.iinfo(exponent.dtype).bits):
         result = jnp.where((exponent >> bit) & 1 != 0, result * base, result)
@@ -207,7 +207,7 @@ def _integer_power(x: Array, exponent: Array) -> Array:
 
 @lowering("aten.neg")
 def neg(x: Array) -> Array:
-    """torchax multiplies."""
+    """Negate; torchax multiplies."""
     return -x
 
 
@@ -218,7 +218,10 @@ def square(x: Array) -> Array:
 
 @lowering("aten.fmod.Tensor", "aten.fmod.Scalar", results=True)
 def fmod(x: Array, y: ArrayLike, *, results: Forms) -> Array:
-    """torchax rounds the quotient, which leaves no digit of a large one, and gives NaN for an infinite divisor."""
+    """Compute the remainder.
+
+    torchax rounds the quotient, which leaves no digit of a large one, and gives NaN for an infinite divisor.
+    """
     dtype = jax_dtype(results[0].dtype)
     x, y = jnp.broadcast_arrays(jnp.asarray(x).astype(dtype), jnp.asarray(y).astype(dtype))
     return jax.lax.rem(x, y)
@@ -234,13 +237,13 @@ def divide(x: Array, y: ArrayLike, *, rounding_mode: str | None = None, results:
 
 @lowering("aten._new_zeros_with_same_feature_meta", results=True)
 def new_zeros(x: Array, other: Array, *, results: Forms, self_num_batch_dims: int = 0) -> Array:
-    """The tangent that forward mode makes for a tensor that is written to."""
+    """Return zeros: the tangent that forward mode makes for a tensor that is written to."""
     return jnp.zeros(results[0].shape, jax_dtype(results[0].dtype))
 
 
 @lowering("aten.view.dtype", results=True)
 def view_dtype(x: Array, _: torch.dtype, *, results: Forms) -> Array:
-    """The same memory read as another dtype: the last axis is split or joined where the sizes differ."""
+    """Read the same memory as another dtype: the last axis is split or joined where the sizes differ."""
     dtype = jnp.dtype(jax_dtype(results[0].dtype))
     if dtype == x.dtype:
         return x

@@ -19,7 +19,7 @@ Indices = Sequence[Array | None]  # by axis
 
 
 class _Elements(Protocol):
-    """Those of an array that ``array.at[...]`` names."""
+    """The elements of an array that ``array.at[...]`` names."""
 
     def set(self, values: Array, /) -> Array: ...
 
@@ -47,14 +47,17 @@ def index_put(x: Array, indices: Indices, value: Array, accumulate: bool = False
 
 
 def _add(at: _Elements, value: Array) -> Array:
-    """Truth values add up as in torch: by or."""
+    """Add values to elements; truth values add up as in torch: by or."""
     added: Array = at.max(value) if value.dtype == np.bool_ else at.add(value)
     return added
 
 
 @lowering("aten.index_add")
 def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Number = 1) -> Array:
-    """torch's decomposition stretches a source of another shape and takes negative indices, which the op refuses."""
+    """Add a source at indices.
+
+    torch's decomposition stretches a source of another shape and takes negative indices, which the op refuses.
+    """
     if x.ndim == 0:
         return index_add(x[None], 0, index, source[None], alpha=alpha)[0]
     dim, index = dim % x.ndim, index.reshape(-1)
@@ -66,7 +69,7 @@ def index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: Number 
 
 
 def _mask_put(x: Array, indices: Indices, value: Array, accumulate: bool) -> Array:
-    """``x[mask] = value`` as a choice, where the shape of ``value`` does not depend on the number of True."""
+    """Compute ``x[mask] = value`` as a choice, where the shape of ``value`` does not depend on the number of True."""
     masks = [i for i in indices if i is not None]
     mask = masks[0]
     if len(masks) > 1 or (value.size != 1 and value.ndim >= x.ndim - mask.ndim + 1):
@@ -86,7 +89,7 @@ def put(x: Array, indices: Array, value: Array, accumulate: bool = False) -> Arr
 
 
 def _memory(size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> np.ndarray:
-    """Which elements of a contiguous tensor (the recorder refuses others) such a view shows."""
+    """Return which elements of a contiguous tensor (the recorder refuses others) a strided view shows."""
     where = np.full((), storage_offset or 0)
     for length, step in zip(size, stride, strict=True):
         where = where[..., None] + np.arange(length) * step
@@ -106,7 +109,7 @@ def as_strided_scatter(
 
 
 def _along(dim: int, indices: Array) -> tuple[Array, ...]:
-    """Where the elements of a source lie whose place on one axis is given by ``indices``."""
+    """Return where the elements of a source lie whose place on one axis is given by ``indices``."""
     where: list[Array] = list(jnp.indices(indices.shape, sparse=True))
     where[dim] = indices
     return tuple(where)
@@ -114,7 +117,7 @@ def _along(dim: int, indices: Array) -> tuple[Array, ...]:
 
 @lowering("aten.scatter.src", "aten.scatter.value")
 def scatter(x: Array, dim: int, indices: Array, source: ArrayLike) -> Array:
-    """torchax writes values of another dtype, which JAX is about to refuse."""
+    """Write values in the dtype of ``x``; torchax writes those of another dtype, which JAX is about to refuse."""
     if x.ndim == 0:
         return jnp.broadcast_to(jnp.asarray(source, x.dtype), x.shape) if indices.size else x
     where = _along(dim, indices)
@@ -168,7 +171,7 @@ def bucketize(values: ArrayLike, boundaries: Array, *, out_int32: bool = False, 
 
 
 def _search(sequence: Array, values: Array, right: bool) -> Array:
-    """torch's bisection, comparison by comparison: it finds NaN, and its way among NaN, as torch does."""
+    """Bisect as torch does, comparison by comparison: it finds NaN, and its way among NaN, as torch does."""
     size = sequence.shape[0]
     low, high = jnp.zeros(values.shape, jnp.int64), jnp.full(values.shape, size, jnp.int64)
     for _ in range(size.bit_length()):
@@ -196,13 +199,16 @@ def embedding_dense_backward(g: Array, indices: Array, rows: int, padding: int, 
 
 @lowering("aten.take")
 def take(x: Array, indices: Array) -> Array:
-    """torch's decomposition asks for the value of a single index."""
+    """Take elements at indices; torch's decomposition asks for the value of a single index."""
     return x.reshape(-1)[indices]
 
 
 @lowering("aten.masked_scatter")
 def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
-    """A source that is too short, which torch refuses for its values, shows as NaN, or as the dtype's limit."""
+    """Put the elements of a source under the mask, in order.
+
+    A source that is too short, which torch refuses for its values, shows as NaN, or as the dtype's limit.
+    """
     if mask.dtype != np.bool_:
         raise ValueError(f"masked_scatter takes a mask of dtype bool, not {mask.dtype}")
     x, mask = jnp.broadcast_arrays(x, mask)
@@ -214,7 +220,7 @@ def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
 
 @lowering("aten.masked_scatter_backward")
 def masked_scatter_backward(g: Array, mask: Array, sizes: Sequence[int]) -> Array:
-    """The cotangents under the mask, in order, at the front of the source."""
+    """Put the cotangents under the mask, in order, at the front of the source."""
     mask = jnp.broadcast_to(mask, g.shape).reshape(-1)
     size = math.prod(sizes)
     where = jnp.where(mask, jnp.cumsum(mask) - 1, size)
@@ -230,7 +236,7 @@ def nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
 
 @lowering("aten.scatter_reduce")
 def scatter_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True) -> Array:
-    """torchax starts whole numbers at an infinity, as a number, where ``x`` itself does not count."""
+    """Reduce at indices; torchax starts whole numbers at an infinity, as a number, where ``x`` does not count."""
     if x.ndim == 0:
         x, index, source = x[None], index.reshape(-1), source.reshape(-1)
         return scatter_reduce(x, 0, index, source, reduce, include_self=include_self)[0]
@@ -240,7 +246,7 @@ def scatter_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str,
 
 @lowering("aten.scatter_add")
 def scatter_add(x: Array, dim: int, index: Array, source: Array) -> Array:
-    """torchax cannot add truth values, here and below."""
+    """Add at indices; torchax cannot add truth values, here and in the lowerings below."""
     return scatter_reduce(x, dim, index, source, "sum")
 
 
@@ -289,13 +295,13 @@ def _neutral(reduce: str, dtype: np.dtype) -> ArrayLike:
 
 @lowering("aten.index_copy")
 def index_copy(x: Array, dim: int, index: Array, source: Array) -> Array:
-    """torch's decomposition takes negative indices, which torch refuses."""
+    """Copy a source to indices; torch's decomposition takes negative indices, which torch refuses."""
     return _written_along(x, dim, index, source, lambda at, rows: at.set(rows))
 
 
 @lowering("aten.index_fill")
 def index_fill(x: Array, dim: int, index: Array, value: ArrayLike) -> Array:
-    """torch's decomposition is by ``index_copy``, which takes no negative indices."""
+    """Fill at indices; torch's decomposition is by ``index_copy``, which takes no negative indices."""
     return _written_along(x, dim, index, x, lambda at, _: at.set(jnp.asarray(value, x.dtype)))
 
 
@@ -310,7 +316,7 @@ def _written_along(
 
 @lowering("aten.max_unpool2d", "aten.max_unpool3d")
 def max_unpool(x: Array, indices: Array, output_size: Sequence[int], *window: object) -> Array:
-    """As for ``index_add``."""
+    """Put maxima back at indices; torch's decomposition takes negative indices, which the op refuses."""
     lead = x.shape[: x.ndim - len(output_size)]
     rows, where = x.reshape(math.prod(lead), -1), indices.reshape(math.prod(lead), -1)
     empty = jnp.zeros((rows.shape[0], math.prod(output_size)), x.dtype)
@@ -319,5 +325,5 @@ def max_unpool(x: Array, indices: Array, output_size: Sequence[int], *window: ob
 
 @lowering("aten.repeat_interleave.Tensor")
 def repeat_interleave(repeats: Array, *, output_size: int | None = None) -> Array:
-    """Each number as often as it says; torch gives a length that is known before."""
+    """Repeat each index as often as its number says; torch gives a length that is known before."""
     return jnp.repeat(jnp.arange(repeats.size), repeats, total_repeat_length=output_size).astype(repeats.dtype)

@@ -18,7 +18,7 @@ def _adjoint(a: Array) -> Array:
 
 
 def _lu(a: Array) -> tuple[Array, Array, Array, Array]:
-    """Packed LU, pivots counted from 1 as LAPACK does, the diagonal, and the sign of the permutation."""
+    """Return packed LU, pivots counted from 1 as LAPACK does, the diagonal, and the sign of the permutation."""
     lu, pivots, _ = jax.lax.linalg.lu(a)
     diagonal = jnp.diagonal(lu, axis1=-2, axis2=-1)
     swaps = (pivots != jnp.arange(pivots.shape[-1])).sum(-1)
@@ -65,7 +65,7 @@ def _check_pivots(pivot: bool) -> None:
 
 
 def _first(bad: Array) -> Array:
-    """LAPACK's ``info``: the first place, counted from 1, where something is bad; 0 if nothing is."""
+    """Return LAPACK's ``info``: the first place, counted from 1, where something is bad; 0 if nothing is."""
     if not bad.shape[-1]:
         return jnp.zeros(bad.shape[:-1], jnp.int32)
     return jnp.where(bad.any(-1), jnp.argmax(bad, -1) + 1, 0).astype(jnp.int32)
@@ -88,7 +88,7 @@ def cholesky_ex(a: Array, upper: bool = False, check_errors: bool = False) -> tu
 
 
 def _not_definite(lower: Array, diagonal: Array) -> Array:
-    """The order of the first leading minor that is not positive; 0 where the factor has a finite ``diagonal``.
+    """Return the order of the first leading minor that is not positive; 0 where the factor has a finite ``diagonal``.
 
     By elimination, one column after another: in no step where all diagonals are finite.
     """
@@ -116,21 +116,21 @@ def _not_definite(lower: Array, diagonal: Array) -> Array:
 
 
 def _spread(*matrices: Array) -> list[Array]:
-    """Matrices with the same leading axes."""
+    """Give matrices the same leading axes."""
     lead = jnp.broadcast_shapes(*(m.shape[:-2] for m in matrices))
     return [jnp.broadcast_to(m, (*lead, *m.shape[-2:])) for m in matrices]
 
 
 @lowering("aten.linalg_solve_triangular")
 def solve_triangular(a: Array, b: Array, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Array:
-    """torchax does not spread the leading axes."""
+    """Solve by a triangular matrix; torchax does not spread the leading axes."""
     a, b = _spread(a, b)
     return jax.lax.linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
 @lowering("aten.cholesky_solve")
 def cholesky_solve(b: Array, factor: Array, upper: bool = False) -> Array:
-    """torchax transposes all axes of an upper factor, and conjugates none."""
+    """Solve by Cholesky's factor; torchax transposes all axes of an upper factor, and conjugates none."""
     b, factor = _spread(b, factor)
     lower = _adjoint(factor) if upper else factor
     half = jax.lax.linalg.triangular_solve(lower, b, left_side=True, lower=True)
@@ -139,7 +139,7 @@ def cholesky_solve(b: Array, factor: Array, upper: bool = False) -> Array:
 
 @lowering("aten.cholesky_inverse")
 def cholesky_inverse(factor: Array, upper: bool = False) -> Array:
-    """torchax takes any factor for a lower one, and reads both of its triangles."""
+    """Invert by Cholesky's factor; torchax takes any factor for a lower one, and reads both of its triangles."""
     return cholesky_solve(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor, upper)
 
 
@@ -170,14 +170,14 @@ def lu_unpack(lu: Array, pivots: Array, data: bool = True, with_pivots: bool = T
 
 @lowering("aten._linalg_eigh")
 def eigh(a: Array, uplo: str = "L", vectors: bool = True) -> tuple[Array, Array]:
-    """torch reads one triangle; jnp would average the two."""
+    """Compute eigenvalues and eigenvectors: torch reads one triangle; jnp would average the two."""
     v, w = jax.lax.linalg.eigh(a, lower=uplo == "L", symmetrize_input=False)
     return w, v
 
 
 @lowering("aten.linalg_lu")
 def linalg_lu(a: Array, pivot: bool = True) -> tuple[Array, Array, Array]:
-    """torchax slices by a traced size, which does not compile."""
+    """Factor into P, L and U; torchax slices by a traced size, which does not compile."""
     _check_pivots(pivot)
     lu, pivots, _, _ = _lu(a)
     return lu_unpack(lu, pivots)
@@ -185,7 +185,7 @@ def linalg_lu(a: Array, pivot: bool = True) -> tuple[Array, Array, Array]:
 
 @lowering("aten.linalg_pinv.atol_rtol_tensor")
 def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, hermitian: bool = False) -> Array:
-    """torchax heeds neither ``atol`` nor ``hermitian``, which reads one triangle."""
+    """Compute the pseudo-inverse; torchax heeds neither ``atol`` nor ``hermitian``, which reads one triangle."""
     if a.size == 0:
         return jnp.zeros((*a.shape[:-2], a.shape[-1], a.shape[-2]), a.dtype)
     if hermitian:
@@ -204,14 +204,14 @@ def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, herm
 
 @lowering("aten.geqrf")
 def geqrf(a: Array) -> tuple[Array, Array]:
-    """Householder reflections: R above the diagonal, the reflections below it, and their factors."""
+    """Return Householder reflections: R above the diagonal, the reflections below it, and their factors."""
     packed, factors = jnp.linalg.qr(a, mode="raw")
     return jnp.swapaxes(packed, -1, -2), factors
 
 
 @lowering("aten.linalg_qr")
 def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
-    """torchax gives R alone in the mode that leaves out Q."""
+    """Factor into Q and R; torchax gives R alone in the mode that leaves out Q."""
     if mode == "r":
         return jnp.zeros(0, a.dtype), jnp.linalg.qr(a, mode="r")
     q, r = jnp.linalg.qr(a, mode=mode)
@@ -220,13 +220,13 @@ def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
 
 @lowering("aten.mv", "aten.dot")
 def product(a: Array, b: Array) -> Array:
-    """torch's decomposition multiplies and sums, which is no product of matrices to XLA under a map."""
+    """Multiply; torch's decomposition multiplies and sums, which is no product of matrices to XLA under a map."""
     return a @ b
 
 
 @lowering("aten._euclidean_dist")
 def euclidean_distance(a: Array, b: Array) -> Array:
-    """By one product, as in torch, which puts the squares into copies of both operands."""
+    """Compute distances by one product, as in torch, which puts the squares into copies of both operands."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     squares = [jnp.square(x.astype(wide)).sum(-1) for x in (a, b)]
     product = jnp.matmul(a, jnp.swapaxes(b, -1, -2), preferred_element_type=wide)
@@ -249,7 +249,7 @@ def trilinear(
     summed: Sequence[int],
     unroll: int = 1,
 ) -> Array:
-    """The product of three arrays, each without the axes that it is to be expanded by, summed over some axes."""
+    """Multiply three arrays, each without the axes that it is to be expanded by, and sum over some axes."""
     axes = range(a.ndim + len(expand_a))
     labels = [[i for i in axes if i not in expanded] for expanded in (expand_a, expand_b, expand_c)]
     # Two at a time: the array of all products is never made.
@@ -267,7 +267,7 @@ def add_products(x: Array, a: Array, b: Array, *, beta: Number = 1, alpha: Numbe
 
 
 def _scaled_sum(x: Array, product: Callable[[], Array], beta: Number, alpha: Number) -> Array:
-    """What is multiplied by zero is not read: it may be NaN."""
+    """Compute ``beta * x + alpha * product()``; what is multiplied by zero is not read: it may be NaN."""
 
     def scaled(v: Array, by: Number) -> Array:
         return v if by == 1 else v * jnp.asarray(by, v.dtype)
@@ -285,19 +285,19 @@ def ormqr(a: Array, tau: Array, other: Array, left: bool = True, transpose: bool
 
 @lowering("aten.linalg_ldl_factor_ex")
 def ldl_factor(a: Array, **kwargs: object) -> NoReturn:
-    """torchax goes by way of Cholesky's factors, which an indefinite matrix does not have."""
+    """Refuse; torchax goes by way of Cholesky's factors, which an indefinite matrix does not have."""
     raise NotImplementedError("JAX has no factorisation with pivoting of an indefinite matrix")
 
 
 def _of_groups(rows: Array, ends: Array) -> Array:
-    """The rows of each group, ``[groups, rows, ...]``, those of others zero; a group ends where the next begins."""
+    """Return each group's rows, ``[groups, rows, ...]``, those of others zero; a group ends where the next begins."""
     group = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
     return jnp.where((group == jnp.arange(ends.size)[:, None])[..., None], rows, 0)
 
 
 @lowering("transformers.grouped_mm_fallback")
 def product_of_groups(rows: Array, weights: Array, ends: Array) -> Array:
-    """The layers of a mixture of experts, where transformers cannot take ``torch.nn.functional.grouped_mm``."""
+    """Compute the layers of a mixture of experts, where transformers cannot take ``torch.nn.functional.grouped_mm``."""
     return jnp.einsum("gri,gio->ro", _of_groups(rows, ends), weights)
 
 

@@ -10,7 +10,7 @@ from ._registry import lowering
 
 
 def _multilabel_margin(rows: Array, labels: Array, reduction: int) -> tuple[Array, Array]:
-    """The labels of a row end at the first negative number; each is compared with all classes that are no label."""
+    """Compare each label with all classes that are no label; the labels of a row end at the first negative number."""
     valid = jnp.cumprod(labels >= 0, -1)
     row = jnp.arange(rows.shape[0])[:, None]
     is_target = jnp.zeros_like(rows).at[row, jnp.where(valid, labels, rows.shape[1])].set(1, mode="drop")
@@ -22,7 +22,7 @@ def _multilabel_margin(rows: Array, labels: Array, reduction: int) -> tuple[Arra
 
 @lowering("aten.multilabel_margin_loss_forward")
 def multilabel_margin_loss_forward(x: Array, target: Array, reduction: int) -> tuple[Array, Array]:
-    """torch's decomposition goes on counting labels behind the first negative number."""
+    """Compute the loss; torch's decomposition goes on counting labels behind the first negative number."""
     return _multilabel_margin(jnp.atleast_2d(x), jnp.atleast_2d(target), reduction)
 
 
@@ -35,7 +35,7 @@ def multilabel_margin_loss_backward(g: Array, x: Array, target: Array, reduction
 
 @lowering("aten.smooth_l1_loss_backward")
 def smooth_l1_loss_backward(g: Array, x: Array, target: Array, reduction: int, beta: float) -> Array:
-    """torch's decomposition gives zero at NaN."""
+    """Compute the input's cotangent; torch's decomposition gives zero at NaN."""
     d = x - target
     slope = jnp.where(d <= -beta, -1, jnp.where(d >= beta, 1, d / beta))
     return g * slope / d.size if reduction == 1 else g * slope
@@ -45,7 +45,10 @@ def smooth_l1_loss_backward(g: Array, x: Array, target: Array, reduction: int, b
 def ctc_loss(
     log_probs: Array, targets: Array, steps: Array, labels: Array, blank: int, zero_infinity: bool
 ) -> tuple[Array, Array]:
-    """By the recursion of Graves et al. (2006). torch's gradient takes exp(log_probs) to sum to one."""
+    """Compute the loss by the recursion of Graves et al. (2006).
+
+    torch's gradient takes exp(log_probs) to sum to one.
+    """
     loss, pull = jax.vjp(lambda given: _ctc(given, targets, steps, labels, blank), log_probs)
     (gradient,) = pull(jnp.ones_like(loss))
     inside = (jnp.arange(log_probs.shape[0])[:, None] < steps)[..., None]

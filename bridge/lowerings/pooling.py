@@ -22,7 +22,7 @@ Each = int | Axes  # for each axis, or for all
 
 
 def _scatter_to_maxima(g: Array, x: Array, indices: Array, spatial: int) -> Array:
-    """Each cotangent goes to the element that the window's index names: torch's choice at ties."""
+    """Add each cotangent to the element that the window's index names: torch's choice at ties."""
     planes, windows = math.prod(x.shape[: x.ndim - spatial]), math.prod(g.shape[g.ndim - spatial :])
     flat = jnp.zeros((planes, math.prod(x.shape[x.ndim - spatial :])), g.dtype)
     rows = jnp.arange(planes)[:, None]
@@ -30,7 +30,7 @@ def _scatter_to_maxima(g: Array, x: Array, indices: Array, spatial: int) -> Arra
 
 
 def _each(value: Each, n: int) -> list[int]:
-    """One number for each axis, from what torch takes for that."""
+    """Return one number for each axis, from what torch takes for that."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * n if len(values) == 1 else values
 
@@ -57,7 +57,7 @@ class _Windows:
         return list(itertools.product(*(range(0, k * d, d) for k, d in axes)))
 
     def inside(self, tap: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The flat index of the element there, for each window, and whether there is one."""
+        """Return the flat index of the element at this place of each window, and whether there is one."""
         places = np.indices(self.out)
         flat, exists = np.zeros(self.out, int), np.ones(self.out, bool)
         for axis, (offset, size) in enumerate(zip(tap, self.sizes, strict=True)):
@@ -66,13 +66,13 @@ class _Windows:
         return flat, exists
 
     def read(self, padded: Array, tap: tuple[int, ...]) -> Array:
-        """The element there, for each window."""
+        """Return the element at this place of each window."""
         stop = [t + (o - 1) * s + 1 for t, o, s in zip(tap, self.out, self.stride, strict=True)]
         lead = padded.shape[: self.lead]
         return jax.lax.slice(padded, [*[0] * self.lead, *tap], [*lead, *stop], [*[1] * self.lead, *self.stride])
 
     def spread(self, g: Array, tap: tuple[int, ...]) -> Array:
-        """The transpose of ``read``, without the padding."""
+        """Compute the transpose of ``read``, without the padding."""
         places = zip(tap, self.padding, self.out, self.stride, self.sizes, strict=True)
         edges = [(t - p, size - (t - p + (o - 1) * s + 1), s - 1) for t, p, o, s, size in places]
         return jax.lax.pad(g, jnp.zeros((), g.dtype), [*[(0, 0, 0)] * self.lead, *edges])
@@ -83,7 +83,7 @@ class _Windows:
         return self.stride == self.kernel and set(self.dilation) == {1}
 
     def tiled(self, g: Array, indices: Array) -> Array:
-        """The cotangents at the elements that the indices name, where windows tile the axes."""
+        """Put the cotangents at the elements that the indices name, where windows tile the axes."""
         lengths = [o * k for o, k in zip(self.out, self.kernel, strict=True)]
         flat = jnp.zeros(lengths, indices.dtype)
         for axis, (size, padding) in enumerate(zip(self.sizes, self.padding, strict=True)):
@@ -94,7 +94,7 @@ class _Windows:
         return jax.lax.pad(whole, jnp.zeros((), g.dtype), [*[(0, 0, 0)] * self.lead, *low_and_high])
 
     def _repeated(self, a: Array) -> Array:
-        """Each window's entry at all places of the window."""
+        """Repeat each window's entry at all places of the window."""
         lead, pairs = a.shape[: self.lead], list(zip(self.out, self.kernel, strict=True))
         kept = [n for o, _ in pairs for n in (o, 1)]
         a = jnp.broadcast_to(a.reshape(*lead, *kept), (*lead, *(n for pair in pairs for n in pair)))
@@ -116,9 +116,10 @@ def max_pool(
     *,
     results: Forms,
 ) -> tuple[Array, Array]:
-    """torchax names an element outside of the window where all of it is -inf, and another than NaN where one is.
+    """Return the maximum of each window, and its index.
 
-    Torch names the first of those that are equal, and the last of several NaN.
+    torchax names an element outside of the window where all of it is -inf, and another than NaN where one is. Torch
+    names the first of those that are equal, and the last of several NaN.
     """
     windows = _Windows(x, results[0].shape[-len(kernel) :], kernel, stride, padding, dilation)
     lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
@@ -203,7 +204,7 @@ def adaptive_max_pool3d_backward(g: Array, x: Array, indices: Array) -> Array:
 
 @lowering("aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
 def adaptive_max_pool(x: Array, out: Sequence[int]) -> tuple[Array, Array]:
-    """Windows of unequal size, as torch cuts them: from floor(i·s/k) to ceil((i+1)·s/k)."""
+    """Pool windows of unequal size, as torch cuts them: from floor(i·s/k) to ceil((i+1)·s/k)."""
     sizes = x.shape[-len(out) :]
     flat = jnp.arange(math.prod(sizes)).reshape(sizes)
     values, indices = [], []

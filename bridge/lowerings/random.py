@@ -176,7 +176,7 @@ def randint_like(x: Array, high: int, *, key: Array, results: Forms, **kwargs: o
 
 @lowering("aten.random.from", "aten.random.to", "aten.random.default", results=True, key=True)
 def random(x: Array, *bounds: int | None, key: Array, results: Forms, generator: None = None) -> Array:
-    """Integers in the range asked for, or all those that the dtype holds exactly."""
+    """Draw integers in the range asked for, or from all those that the dtype holds exactly."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         top = 1 << (jnp.finfo(x.dtype).nmant + 1)
     elif x.dtype == jnp.bool_:
@@ -194,7 +194,7 @@ def randperm(n: int, *, key: Array, results: Forms, **kwargs: object) -> Array:
 
 @lowering("aten.multinomial", key=True)
 def multinomial(p: Array, n: int, replacement: bool = False, *, key: Array, generator: None = None) -> Array:
-    """Without replacement: the n largest of the Gumbel-perturbed log probabilities."""
+    """Draw places; without replacement: the n largest of the Gumbel-perturbed log probabilities."""
     if n <= 0:
         raise ValueError(f"cannot draw {n} samples")
     logits = jnp.log(p)

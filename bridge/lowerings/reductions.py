@@ -26,7 +26,7 @@ def mean(
     dtype: torch.dtype | None = None,
     results: Forms,
 ) -> Array:
-    """torchax refuses integers with a ``dtype``."""
+    """Compute the mean; torchax refuses integers with a ``dtype``."""
     axes = None if dim is None or dim == [] else tuple(dim) if isinstance(dim, (list, tuple)) else dim
     return jnp.mean(x.astype(jax_dtype(results[0].dtype)), None if x.ndim == 0 else axes, keepdims=keepdim)
 
@@ -40,7 +40,7 @@ def sum_(
     dtype: torch.dtype | None = None,
     results: Forms,
 ) -> Array:
-    """Truth values are counted in float32 while all counts fit it: XLA writes out the 64-bit numbers that it sums."""
+    """Sum; truth values are counted in float32 if all counts fit it: XLA writes out the 64-bit numbers that it sums."""
     axes = None if dim is None or dim == [] or x.ndim == 0 else tuple(dim)
     if x.dtype != jnp.bool_ or x.size > 2**24:
         return jnp.sum(x.astype(jax_dtype(results[0].dtype)), axes, keepdims=keepdim)
@@ -49,7 +49,7 @@ def sum_(
 
 @lowering("aten._safe_softmax", results=True)
 def safe_softmax(x: Array, dim: int, dtype: torch.dtype | None = None, *, results: Forms) -> Array:
-    """Zero where all is -inf. torch's decomposition looks for that element by element."""
+    """Compute the softmax, zero where all is -inf. torch's decomposition looks for that element by element."""
     x = x.astype(jax_dtype(results[0].dtype))
     if not x.size:
         return x
@@ -60,7 +60,10 @@ def safe_softmax(x: Array, dim: int, dtype: torch.dtype | None = None, *, result
 
 @lowering("aten.sort")
 def sort(x: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> tuple[Array, Array]:
-    """Stable always, as torch is when asked, and up to 16 elements; torchax takes ties from the last on to descend."""
+    """Sort, stable always, as torch is when asked and up to 16 elements.
+
+    torchax takes ties from the last on to descend.
+    """
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
     turn = (lambda v: jnp.flip(v, dim)) if descending else lambda v: v
@@ -76,7 +79,10 @@ def var(x: Array, dim: Dims = None, *, correction: float | None = 1, keepdim: bo
 
 @lowering("aten.var_mean.correction")
 def var_mean(x: Array, dim: Dims = None, *, correction: float | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
-    """No degrees of freedom are left where the correction exceeds the number of elements: a division by zero."""
+    """Compute variance and mean.
+
+    No degrees of freedom are left where the correction exceeds the number of elements: a division by zero.
+    """
     axes = tuple(range(x.ndim)) if dim is None or dim == [] or x.ndim == 0 else tuple(dim)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean = wide.mean(axes, keepdims=True)
@@ -88,7 +94,7 @@ def var_mean(x: Array, dim: Dims = None, *, correction: float | None = 1, keepdi
 
 @lowering("aten.topk")
 def topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
-    """torchax looks for the smallest among the negated: there NaN would come first."""
+    """Find the largest or smallest; torchax looks for the smallest among the negated: there NaN would come first."""
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
     rows = jnp.moveaxis(x, dim, -1)
@@ -101,7 +107,7 @@ def topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = T
 
 
 def _median(x: Array, dim: int, keepdim: bool, skip_nan: bool) -> tuple[Array, Array]:
-    """The lower of two middle elements. torchax counts NaN among the elements that ``nanmedian`` leaves out."""
+    """Return the lower of two middle elements. torchax counts NaN among the elements that ``nanmedian`` leaves out."""
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
     missing = jnp.isnan(x)
@@ -146,7 +152,7 @@ def nanmedian_dim(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Arr
 
 @lowering("aten.mode")
 def mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    """The smallest of the most frequent elements, and where it stands last. NaN equals nothing, and comes last."""
+    """Find the smallest of the most frequent elements, and where it stands last. NaN equals nothing, and comes last."""
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
     rows = jnp.moveaxis(x, dim, -1)
@@ -164,14 +170,14 @@ def mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
 
 @lowering("aten.cumsum", results=True)
 def cumsum(x: Array, dim: int, *, dtype: torch.dtype | None = None, results: Forms) -> Array:
-    """torchax adds up narrow integers in their own dtype."""
+    """Add up along an axis; torchax adds up narrow integers in their own dtype."""
     x = x.astype(jax_dtype(results[0].dtype))
     return jnp.cumsum(x, dim) if x.ndim else x
 
 
 @lowering("aten.cumprod", results=True)
 def cumprod(x: Array, dim: int, *, dtype: torch.dtype | None = None, results: Forms) -> Array:
-    """As cumsum."""
+    """Multiply along an axis; torchax multiplies narrow integers in their own dtype."""
     x = x.astype(jax_dtype(results[0].dtype))
     return jnp.cumprod(x, dim) if x.ndim else x
 
@@ -186,7 +192,7 @@ def decaying_sum(x: Array, decay: Array, reverse: bool) -> Array:
 
 
 def _running(x: Array, dim: int, is_better: Callable[[Array, Array], Array]) -> tuple[Array, Array]:
-    """The best element up to each place, with its index: the later one of two that are equal, and the last NaN."""
+    """Return the best element up to each place, with its index: the later one of two equals, and the last NaN."""
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
     index = jax.lax.broadcasted_iota(jnp.int64, x.shape, dim % x.ndim)
@@ -201,11 +207,11 @@ def _running(x: Array, dim: int, is_better: Callable[[Array, Array], Array]) -> 
 
 @lowering("aten.cummax")
 def cummax(x: Array, dim: int) -> tuple[Array, Array]:
-    """torchax stays at the first NaN."""
+    """Return the largest element up to each place; torchax stays at the first NaN."""
     return _running(x, dim, jnp.greater_equal)
 
 
 @lowering("aten.cummin")
 def cummin(x: Array, dim: int) -> tuple[Array, Array]:
-    """As cummax."""
+    """Return the smallest element up to each place; torchax stays at the first NaN."""
     return _running(x, dim, jnp.less_equal)

@@ -32,7 +32,7 @@ def grid_sampler_3d(x: Array, grid: Array, interpolation: int, padding: int, ali
 
 
 def _place(g: Array, size: int, padding: int, align: bool) -> Array:
-    """From the range -1 to 1 to pixels, with what lies outside brought in as ``padding`` says."""
+    """Turn the range -1 to 1 into pixels, with what lies outside brought in as ``padding`` says."""
     place = (g + 1) / 2 * (size - 1) if align else ((g + 1) * size - 1) / 2
     if padding == _REFLECTION:
         low, span = (0.0, size - 1) if align else (-0.5, size)
@@ -45,7 +45,7 @@ def _place(g: Array, size: int, padding: int, align: bool) -> Array:
 
 
 def _read(x: Array, cells: list[Array]) -> Array:
-    """The pixels at whole-numbered places, of every channel; 0 outside."""
+    """Read the pixels at whole-numbered places, of every channel; 0 outside."""
     inside: Any = True
     for cell, n in zip(cells, x.shape[2:], strict=True):
         inside = inside & (cell >= 0) & (cell < n)
@@ -60,13 +60,13 @@ def _triangle(t: np.ndarray) -> np.ndarray:
 
 
 def _cubic(t: np.ndarray) -> np.ndarray:
-    """Keys' kernel with a = -1/2."""
+    """Compute Keys' kernel with a = -1/2."""
     t = np.abs(t)
     return np.where(t < 1, (1.5 * t - 2.5) * t**2 + 1, np.where(t < 2, ((-0.5 * t + 2.5) * t - 4) * t + 2, 0))
 
 
 def _weights(size: int, out: int, align: bool, scale: float | None, reach: int, kernel: Kernel) -> np.ndarray:
-    """One row for each pixel of the result: the kernel, as wide as the pixels that it stands for."""
+    """Return one row for each pixel of the result: the kernel, as wide as the pixels that it stands for."""
     if align:
         step = (size - 1) / (out - 1) if out > 1 else 0.0
     else:
@@ -101,7 +101,7 @@ def _resize(
 def upsample_bilinear2d_aa(
     x: Array, output: Sequence[int], align: bool, scale_h: float | None = None, scale_w: float | None = None
 ) -> Array:
-    """torchax takes the scales by other names."""
+    """Resize by a triangular kernel, with antialiasing; torchax takes the scales by other names."""
     return _resize(x, output, align, (scale_h, scale_w), 1, _triangle)
 
 
@@ -109,5 +109,5 @@ def upsample_bilinear2d_aa(
 def upsample_bicubic2d_aa(
     x: Array, output: Sequence[int], align: bool, scale_h: float | None = None, scale_w: float | None = None
 ) -> Array:
-    """torchax takes the scales by other names."""
+    """Resize by a cubic kernel, with antialiasing; torchax takes the scales by other names."""
     return _resize(x, output, align, (scale_h, scale_w), 2, _cubic)

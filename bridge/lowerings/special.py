@@ -17,7 +17,7 @@ _State = tuple[Array, Array, Array, Array]
 
 
 def _by_recurrence(x: Array, n: Array, first: Array, following: Callable[[Array, Array, Array], Array]) -> Array:
-    """Element n of p₀ = 1, p₁ = ``first``, p(k+1) = ``following(k, p(k-1), p(k))``; 0 where n < 0."""
+    """Compute element n of p₀ = 1, p₁ = ``first``, p(k+1) = ``following(k, p(k-1), p(k))``; 0 where n < 0."""
     n = jnp.where(jnp.abs(n) < 2.0**31, jnp.trunc(n), -1).astype(jnp.int64)  # beyond, torch's conversion overflows too
     x, n, first = jnp.broadcast_arrays(x, n, first)
 
@@ -30,7 +30,7 @@ def _by_recurrence(x: Array, n: Array, first: Array, following: Callable[[Array,
 
 
 def _polynomial(name: str, first: Callable[[Array], Array], shifted: bool = False) -> None:
-    """A family that shares the recurrence of the Chebyshev polynomials."""
+    """Lower a family that shares the recurrence of the Chebyshev polynomials."""
 
     def lower(x: ArrayLike, n: ArrayLike, *, results: Forms) -> Array:
         x = jnp.asarray(x, jax_dtype(results[0].dtype))
@@ -62,7 +62,7 @@ _RECURRENCES: dict[str, tuple[Callable[[Array], Array], Callable[..., Array]]] =
 
 
 def _orthogonal(name: str, first: Callable[[Array], Array], following: Callable[..., Array]) -> None:
-    """torchax computes in the dtype of its arguments, which may be that of a mask."""
+    """Lower a family of polynomials; torchax computes in the dtype of its arguments, which may be that of a mask."""
 
     def lower(x: ArrayLike, n: ArrayLike, *, results: Forms) -> Array:
         x = jnp.asarray(x, jax_dtype(results[0].dtype))
@@ -77,7 +77,10 @@ for _name, _terms in _RECURRENCES.items():
 
 @lowering("prims.zeta", "aten.special_zeta", results=True)
 def zeta(x: ArrayLike, q: ArrayLike, *, results: Forms) -> Array:
-    """Below zero the first terms are added one by one: XLA's function adds nine, and looks at ``q`` before ``x``."""
+    """Compute zeta.
+
+    Below zero the first terms are added one by one: XLA's function adds nine, and looks at ``q`` before ``x``.
+    """
     dtype = jax_dtype(results[0].dtype)
     x, q = jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(q, dtype))
 
@@ -106,9 +109,10 @@ def spherical_bessel_j0(x: Array) -> Array:
 
 @lowering("prims.erfcx", "aten.special_erfcx")
 def erfcx(x: Array) -> Array:
-    """exp(x²) erfc(x). torchax multiplies in the dtype of x, and in float32 the square overflows from x = 9.4 on.
+    """Compute exp(x²) erfc(x).
 
-    In float64 the product holds up to 26; beyond 20, eight terms of the asymptotic series are exact to rounding.
+    torchax multiplies in the dtype of x, and in float32 the square overflows from x = 9.4 on. In float64 the product
+    holds up to 26; beyond 20, eight terms of the asymptotic series are exact to rounding.
     """
     wide = x.astype(jnp.float64)
     near = jnp.where(wide < 20, wide, 0)
@@ -122,7 +126,7 @@ def erfcx(x: Array) -> Array:
 
 
 def _scaled_k(x: Array, order: int) -> Array:
-    """exp(x) K(x) = ∫ exp(-x (cosh t - 1)) cosh(order t) dt over t > 0.
+    """Compute exp(x) K(x) = ∫ exp(-x (cosh t - 1)) cosh(order t) dt over t > 0.
 
     The trapezoidal rule converges exponentially here. The integrand is cut off where its exponent reaches -750, below
     what float64 can hold.

@@ -10,7 +10,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def stored(array: Array) -> Array:
-    """The array, which XLA computes once and keeps."""
+    """Return the array, which XLA computes once and keeps."""
     return stored_p.bind(array)
 
 

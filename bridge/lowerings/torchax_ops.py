@@ -34,7 +34,7 @@ def _is_torchax(module: str) -> bool:
 
 @functools.cache
 def torchax_table() -> dict[object, Function]:
-    """Op overload or overload packet -> function from arrays and Python values to arrays (random ops left out)."""
+    """Return, by op overload or overload packet, functions from arrays and Python values to arrays (no random ops)."""
     registry = _load()
     return {op: entry.func for op, entry in registry.items() if entry.is_jax_function and not entry.needs_env}
 

@@ -23,7 +23,7 @@ def fill_grads(
     grad_variables: object = None,
     inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """``torch.autograd.backward`` for leaves that the function has made."""
+    """Do what ``torch.autograd.backward`` does, for leaves that the function has made."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     leaves = list(_leaves(tensors) if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else inputs)
     if not leaves:
@@ -67,7 +67,7 @@ def refuse_grad(captured: Captured, tensor: torch.Tensor, how: str) -> None:
 
 
 def noting(recorder: Recorder, hook: Hook) -> Hook:
-    """The hook, which is remembered where it changes a gradient."""
+    """Return the hook, which is remembered where it changes a gradient."""
     line = user_line()
 
     def noted(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -80,7 +80,7 @@ def noting(recorder: Recorder, hook: Hook) -> Hook:
 
 
 def _leaves(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that a backward pass from the tensors goes to."""
+    """Return the leaves that a backward pass from the tensors goes to."""
     found: dict[int, torch.Tensor] = {}
     with torch._C.DisableTorchFunction():
         stack: list[Any] = [t.grad_fn for t in tensors]

@@ -31,13 +31,13 @@ _ACTIVE = _Active()
 
 
 def recording() -> Captured | None:
-    """What the innermost recording of this thread captures."""
+    """Return what the innermost recording of this thread captures."""
     return _ACTIVE.recordings[-1] if _ACTIVE.recordings else None
 
 
 @contextlib.contextmanager
 def known_as_constants(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A scope in which recordings take captured tensors for ones that the function makes, with the values they have."""
+    """Let recordings inside take captured tensors for ones that the function makes, with the values they have."""
     outer, _ACTIVE.constants = _ACTIVE.constants, frozenset(map(id, tensors))
     try:
         yield
@@ -46,12 +46,12 @@ def known_as_constants(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def is_traced_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for others, in a recording or in ``torch.func``, and has no memory of its own."""
+    """Tell whether a tensor stands for others, in a recording or in ``torch.func``, and has no memory of its own."""
     return isinstance(tensor, (ti.FunctionalTensor, ti.FakeTensor)) or ti.is_functorch_wrapped_tensor(tensor)
 
 
 def is_update_of(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
-    """Whether ``tensor`` is the stand-in of a captured tensor, which in-place operators hand back."""
+    """Tell whether ``tensor`` is the stand-in of a captured tensor, which in-place operators hand back."""
     current = recording()
     return current is not None and current.stand_ins.get(id(captured)) is tensor
 
@@ -62,7 +62,7 @@ class Captured:
     def __init__(
         self, recorder: Recorder, known: Sequence[torch.Tensor], wants: Callable[[torch.Tensor], bool], copies: bool
     ) -> None:
-        """With ``copies``, a stand-in of a tensor that has a history may be written to in place, as the tensor may."""
+        """Let, with ``copies``, a stand-in of a tensor that has a history be written to in place, as the tensor may."""
         self.recorder, self.wants, self.copies = recorder, wants, copies
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.switched: dict[int, str] = {}  # by id, the lines that say whether a tensor requires grad
@@ -86,14 +86,14 @@ class Captured:
         _ACTIVE.recordings.pop()
 
     def finals(self) -> list[Value]:
-        """What the captured tensors hold now."""
+        """Return what the captured tensors hold now."""
         with torch._C.DisableTorchFunction():
             stand_ins = [self.stand_ins[id(t)] for t in self.tensors]
             inner: list[Any] = [ti.from_fun(t) if isinstance(t, ti.FunctionalTensor) else t for t in stand_ins]
             return [self.recorder.value(t) for t in inner]
 
     def position(self, tensor: torch.Tensor) -> int | None:
-        """Which captured tensor this is or stands for; what was not made inside is captured now."""
+        """Return which captured tensor this is or stands for; what was not made inside is captured now."""
         for i, known in enumerate(self.tensors):
             if tensor is known or tensor is self.stand_ins[id(known)]:
                 return i
@@ -102,12 +102,12 @@ class Captured:
         return len(self.tensors) - 1
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of a tensor that was made inside, if it depends on no input."""
+        """Return the values of a tensor that was made inside, if it depends on no input."""
         inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
         return inner.clone() if self.recorder.is_constant(inner) else None
 
     def depend_on(self, sources: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether some of the tensors are computed from captured ones among the sources."""
+        """Tell whether some of the tensors are computed from captured ones among the sources."""
         where = self.recorder.where
         shown = [id(ti.from_fun(self.stand_in(t))) for t in tensors]
         inner = {id(t): x for t, x in zip(self.tensors, self.inputs, strict=True)}
@@ -134,7 +134,7 @@ class Captured:
                     )
 
     def moves(self) -> set[int]:
-        """Which captured tensors show memory that was made inside, in the place of their own."""
+        """Return which captured tensors show memory that was made inside, in the place of their own."""
         stand_ins = [self.stand_ins[id(t)] for t in self.tensors]
         found: set[int] = set()
         with torch._C.DisableTorchFunction():
@@ -165,7 +165,7 @@ class Captured:
         return stand_in
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the function is to see in the place of a tensor: another one if it was not made inside."""
+        """Return what the function is to see in the place of a tensor: another one if it was not made inside."""
         with torch._C.DisableTorchFunction():  # also called from where this mode is active
             known = self.stand_ins.get(id(tensor))
             if known is not None:

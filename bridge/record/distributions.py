@@ -25,7 +25,7 @@ _FUNCTIONAL = sys.modules[FunctionalTensor.__module__].__file__ or ""
 
 
 def is_all_true(flags: Tensor) -> bool:
-    """As ``torch._is_all_true``, by which ``Distribution`` checks parameters and values."""
+    """Answer ``torch._is_all_true``, by which ``Distribution`` checks parameters and values."""
     asked = _asking()
     message = OUTSIDE_OF_SUPPORT
     if asked is not None and isinstance(asked.f_locals.get("self"), torch.distributions.Distribution):
@@ -39,7 +39,7 @@ def is_all_true(flags: Tensor) -> bool:
 
 
 def _asking() -> types.FrameType | None:
-    """The frame of torch's that asks."""
+    """Return the frame of torch's that asks."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((*OWN, _FUNCTIONAL)):
         frame = frame.f_back
@@ -47,7 +47,7 @@ def _asking() -> types.FrameType | None:
 
 
 def item(tensor: Tensor) -> Number:
-    """As ``tensor.item()``, by which ``bool`` asks a tensor of a recording: where the answer is known."""
+    """Answer ``tensor.item()``, by which ``bool`` asks a tensor of a recording, where the answer is known."""
     frame = _asking()
     code = frame.f_code if frame is not None else None
     if code is _detect_is_causal_mask.__code__:

@@ -36,7 +36,7 @@ _STORED = frozenset(("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "convolution"
 
 
 def compared(nodes: Sequence[Node | None], roots: Sequence[Value], live: set[int]) -> set[Ref]:
-    """The results that have to be stored: an extreme is taken of them, and something else that is live reads them."""
+    """Find the results that have to be stored: an extreme is taken of them, and something else live reads them."""
     computed = [node for i, node in enumerate(nodes) if node is not None and i in live]
     readers = Counter(root for root in roots if isinstance(root, Ref))
     for node in computed:

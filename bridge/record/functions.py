@@ -32,7 +32,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """As ``F.embedding_bag``: the fused op keeps offsets that its backward reads as values."""
+    """Compute ``F.embedding_bag``; torch's fused op keeps offsets that its backward reads as values."""
     if mode not in ("sum", "mean", "max"):
         raise ValueError(f"mode has to be one of sum, mean or max, got {mode!r}")
     if max_norm is not None or mode == "max" or scale_grad_by_freq:
@@ -77,7 +77,7 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """As ``F.gaussian_nll_loss``, which asks whether any variance is negative."""
+    """Compute ``F.gaussian_nll_loss``; torch's own asks whether any variance is negative."""
     _check_reduction(reduction)
     if isinstance(var, float):
         var = torch.full_like(input, var)
@@ -95,7 +95,7 @@ def gaussian_nll_loss(
 def _ctc(
     log_probs: Tensor, targets: Tensor, steps: Tensor, labels: Tensor, blank: int, zero_infinity: bool
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and torch's gradient of it."""
+    """Compute the loss of each row, and torch's gradient of that loss."""
     given = (log_probs, targets, steps, labels)
     loss, alpha = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)
     one = torch.ones_like(loss)
@@ -149,7 +149,7 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As ``F.ctc_loss``: the shapes of torch's fused op depend on the lengths."""
+    """Compute ``F.ctc_loss``; the shapes of torch's fused op depend on the lengths."""
     _check_reduction(reduction)
     batched = log_probs.dim() == 3
     if not batched:
@@ -170,7 +170,7 @@ def ctc_loss(
 def cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """As ``torch.cov``, which asks on the spot whether any weight is negative."""
+    """Compute ``torch.cov``; torch's own asks on the spot whether any weight is negative."""
     rows = input.reshape(1, -1) if input.dim() < 2 else input
     for name, given in (("fweights", fweights), ("aweights", aweights)):
         if given is not None and (given.dim() > 1 or given.numel() != rows.shape[1]):
@@ -197,14 +197,14 @@ def cov(
 
 
 def tensor_split(input: Tensor, indices_or_sections: Tensor | int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
-    """As ``torch.tensor_split``, which reads a tensor of indices from memory."""
+    """Compute ``torch.tensor_split``; torch's own reads a tensor of indices from memory."""
     if isinstance(indices_or_sections, Tensor):
         indices_or_sections = indices_or_sections.tolist()
     return torch.tensor_split(input, indices_or_sections, dim)
 
 
 def index_fill(input: Tensor, dim: int, index: Tensor, value: Tensor | Number) -> Tensor:
-    """As ``torch.index_fill``, whose gradient for ``value`` lists each index once."""
+    """Compute ``torch.index_fill``; torch's own gradient for ``value`` lists each index once."""
     if not isinstance(value, Tensor):
         return torch.index_fill(input, dim, index, value)
     chosen = torch.zeros_like(input, dtype=torch.bool).index_fill(dim, index, True)
@@ -213,7 +213,7 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Tensor | Number) -
 
 @torch.library.custom_op("microtome::decaying_sum", mutates_args=())
 def _decaying_sum(x: Tensor, decay: Tensor, reverse: bool) -> Tensor:
-    """Along the last axis: h(i) = x(i) + decay(i) h(i - 1), or h(i + 1) in reverse."""
+    """Compute, along the last axis, h(i) = x(i) + decay(i) h(i - 1), or with h(i + 1) in reverse."""
     raise NotImplementedError("it runs in traces only")
 
 
@@ -223,7 +223,7 @@ def _(x: Tensor, decay: Tensor, reverse: bool) -> Tensor:
 
 
 def _moved(x: Tensor, reverse: bool) -> Tensor:
-    """What stands before each place of the last axis, or behind it."""
+    """Return what stands before each place of the last axis, or in reverse what stands behind it."""
     nothing = torch.zeros_like(x[..., :1])
     return torch.cat([x[..., 1:], nothing] if reverse else [nothing, x[..., :-1]], -1)
 
@@ -243,7 +243,7 @@ _decaying_sum.register_autograd(_sum_backward, setup_context=_sum_context)
 
 
 class _LogCumSumExp(torch.autograd.Function):
-    """Along the last axis. torch's own derivative takes logarithms of cotangents, which is not linear in code."""
+    """``logcumsumexp`` on the last axis. torch's own derivative takes logarithms of cotangents: not linear in code."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class _LogCumSumExp(torch.autograd.Function):
 
 
 def logcumsumexp(input: Tensor, dim: int) -> Tensor:
-    """As ``torch.logcumsumexp``, with a derivative that can be differentiated at a cotangent of zero."""
+    """Compute ``torch.logcumsumexp``, with a derivative that can be differentiated at a cotangent of zero."""
     if input.dim() == 0 or not input.is_floating_point() or is_functorch_wrapped_tensor(input):
         return torch.logcumsumexp(input, dim)
     rows = input.movedim(dim, -1)
@@ -275,7 +275,7 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
 
 
 def prod(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """As ``torch.prod``, whose derivative asks how many zeros there are.
+    """Compute ``torch.prod``, whose derivative in torch asks how many zeros there are.
 
     Where there is none it divides the product by each element, so that NaN reaches all; where there are several in a
     product of all elements it is zero, beside NaN and infinities too.
@@ -290,12 +290,12 @@ def prod(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def cholesky(input: Tensor, upper: bool = False) -> Tensor:
-    """As ``torch.cholesky``, with the check of ``torch.linalg.cholesky``."""
+    """Compute ``torch.cholesky``, with the check of ``torch.linalg.cholesky``."""
     return torch.linalg.cholesky(input, upper=upper)
 
 
 def floor_divide(input: Tensor, other: Tensor | Number) -> Tensor:
-    """As ``torch.floor_divide``, whose gradient torch has not written: it is zero, as that of this quotient."""
+    """Compute ``torch.floor_divide``, whose gradient torch has not written: it is zero, as that of this quotient."""
     return torch.div(input, other, rounding_mode="floor")
 
 
@@ -307,7 +307,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As ``F.grouped_mm``: every group times all rows, of which those of other groups are zero, as shapes are fixed.
+    """Compute ``F.grouped_mm``: each group times all rows, of which those of others are zero, as shapes are fixed.
 
     torch's own takes bfloat16 only in a trace.
     """
@@ -328,14 +328,14 @@ def grouped_mm(
 
 
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    """As ``F.hardsigmoid``, of whose backward pass torch has no derivative."""
+    """Compute ``F.hardsigmoid``, of whose backward pass torch has no derivative."""
     inside = torch.where((input > -3) & (input < 3), input, input.detach().clamp(-3, 3))
     result = ((inside.to(torch.promote_types(input.dtype, torch.float32)) + 3) / 6).to(input.dtype)
     return input.copy_(result) if inplace else result
 
 
 def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """As ``F.one_hot``, which does not check its classes where it compares them, as it does in a trace."""
+    """Compute ``F.one_hot``; torch's own does not check its classes where it compares them, as it does in a trace."""
     if num_classes < 1:
         return F.one_hot(tensor, num_classes)
     classes = torch.arange(num_classes, device=tensor.device)
@@ -343,7 +343,7 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 
 def setitem(tensor: Tensor, index: Any, value: Tensor | Number) -> None:
-    """As ``tensor[index] = value``, which asks for the value of a mask that is one number."""
+    """Write ``tensor[index] = value``; torch's own asks for the value of a mask that is one number."""
     if not isinstance(index, Tensor) or index.dtype != torch.bool or index.dim():
         tensor[index] = value
         return
@@ -352,7 +352,7 @@ def setitem(tensor: Tensor, index: Any, value: Tensor | Number) -> None:
 
 
 def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """As ``copy.deepcopy`` of a tensor, which copies memory."""
+    """Return ``copy.deepcopy`` of a tensor; torch's own copies memory."""
     if not tensor.is_leaf:
         raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
     if id(tensor) not in memo:
@@ -361,7 +361,7 @@ def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def linear_cross_entropy(*args: Any, options: object = None, **kwargs: Any) -> Tensor:
-    """As ``F.linear_cross_entropy``; how it is cut into chunks is left to XLA."""
+    """Compute ``F.linear_cross_entropy``; how it is cut into chunks is left to XLA."""
     return F.linear_cross_entropy(*args, **kwargs)
 
 
@@ -375,7 +375,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As ``F.scaled_dot_product_attention``, whose composite scales copies of both operands in place of the product.
+    """Compute ``F.scaled_dot_product_attention``; its composite scales copies of both operands, not the product.
 
     torch's kernel for the CPU scales the product. In half precision it might not fit, which the kernel has in float32.
     """
@@ -401,7 +401,7 @@ def scaled_dot_product_attention(
 
 
 def refuse_sparse(*args: object, **kwargs: object) -> NoReturn:
-    """torch itself ends the process where some of these meet a tensor of a trace."""
+    """Refuse to make a tensor sparse: torch itself ends the process where some such ops meet a tensor of a trace."""
     raise TraceError(
         f"{user_line()}: sparse tensors have no counterpart in JAX. Keep the tensor dense, or take the sparse part out "
         "of the function."

@@ -65,7 +65,7 @@ class Graph:
         self.guarded_leaves, self.guarded_results = barriers(self.nodes, [*roots, *backward_roots])
 
     def reads(self, captured: Iterable[int]) -> bool:
-        """Whether results depend on what some of the captured tensors hold."""
+        """Tell whether results depend on what some of the captured tensors hold."""
         inputs = {self.captured[i] for i in captured}
         return depend(self.nodes, [*self.outputs, *(value for _, value in self.mutations)], inputs)
 
@@ -75,7 +75,7 @@ class Graph:
         return [self.nodes[i].op for i in self.forward_nodes]  # type: ignore[union-attr]
 
     def computes_as(self, other: Graph, captured: Iterable[tuple[int, int]]) -> bool:
-        """Whether the forward halves are the same ops on the same values; ``captured`` pairs the captured tensors."""
+        """Tell whether the forward halves are the same ops on the same values; ``captured`` pairs captured tensors."""
         if len(self.forward_nodes) != len(other.forward_nodes) or len(self.outputs) != len(other.outputs):
             return False
         numbers = dict(zip(self.inputs, other.inputs, strict=True))
@@ -102,7 +102,7 @@ class Graph:
         return all(map(same, self.outputs, other.outputs))
 
     def _recomputes(self, numbered: Sequence[int], start: int) -> bool:
-        """Whether the backward half does again what the forward half did, as a checkpoint makes torch do."""
+        """Tell whether the backward half does again what the forward half did, as a checkpoint makes torch do."""
         first: dict[object, int] = {}
         same: dict[int, int] = {}
         for i in numbered:
@@ -115,7 +115,7 @@ class Graph:
         return False
 
     def for_inputs(self, need: tuple[bool, ...]) -> Graph | None:
-        """The recording with the gradients of fewer inputs."""
+        """Return the recording with the gradients of fewer inputs."""
         if any(n and not mine for n, mine in zip(need, self.need, strict=True)):
             return None
         gradients = iter(self.gradients)
@@ -147,7 +147,7 @@ class Graph:
         return live
 
     def made_from(self, inputs: set[int]) -> list[bool]:
-        """Which outputs and final values of mutations are computed from some of these inputs."""
+        """Tell which outputs and final values of mutations are computed from some of these inputs."""
         found = set(inputs)
         for i, node in enumerate(self.nodes):
             if node is not None and not found.isdisjoint(node.refs()):
@@ -155,13 +155,13 @@ class Graph:
         return [isinstance(v, Ref) and v.node in found for v in (*self.outputs, *(v for _, v in self.mutations))]
 
     def backward_reads(self, nodes: Iterable[int]) -> list[bool]:
-        """Which inputs the nodes of a backward half read."""
+        """Tell which inputs the nodes of a backward half read."""
         results = [*self.gradients, *(check.evidence for check in self.backward_checks)]
         read = {ref.node for i in nodes for ref in self._refs(i)} | {r.node for r in results if isinstance(r, Ref)}
         return [node in read for node in (*self.inputs, *self.captured)]
 
     def saved_metas(self) -> list[Meta]:
-        """What the backward half reads of the forward half, without the inputs themselves."""
+        """Return the metas of what the backward half reads of the forward half, without the inputs themselves."""
         metas = []
         for ref in self.saved:
             node = self.nodes[ref.node]
@@ -173,12 +173,12 @@ class Graph:
 
 
 def bits(flags: Iterable[bool]) -> int:
-    """The flags as the bits of one number, the first as the lowest."""
+    """Return the flags as the bits of one number, the first as the lowest."""
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
 def _is_same_op(one: Op, two: Op) -> bool:
-    """Whether two ops are one; calls of compiled functions are made anew in each trace."""
+    """Tell whether two ops are one; calls of compiled functions are made anew in each trace."""
     if type(one) is not type(two) or not hasattr(one, "flat"):
         return bool(one == two)
     return bool(one.flat.key == two.flat.key)

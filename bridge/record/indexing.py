@@ -26,7 +26,7 @@ class CopiedView:
     version: int  # of the tensor, when it was read
 
     def is_put_back(self, tensor: torch.Tensor, index: Index, value: object) -> bool:
-        """Whether this is the last step of ``tensor[index] += 1``."""
+        """Tell whether this is the last step of ``tensor[index] += 1``."""
         same = len(index) == len(self.index) and all(a is b for a, b in zip(index, self.index, strict=True))
         return same and tensor is self.tensor and getattr(value, "_base", None) is self.copy
 
@@ -49,7 +49,7 @@ class CopiedView:
 
 
 def read_entry(tensor: torch.Tensor, index: Index, places: list[int]) -> tuple[CopiedView, torch.Tensor]:
-    """``tensor[index]``, where the entries of the index at the places are whole numbers known only when it runs."""
+    """Read ``tensor[index]``, whose entries at the places are whole numbers that are known only when it runs."""
     width = lambda i: 0 if i is None or isinstance(i, bool) else i.dim() if getattr(i, "dtype", None) in _MASKS else 1
     used = sum(width(i) for i in index if i is not Ellipsis)
     items, axis, chosen = list(index), 0, tensor
@@ -65,6 +65,6 @@ def read_entry(tensor: torch.Tensor, index: Index, places: list[int]) -> tuple[C
 
 
 def write_entry(tensor: torch.Tensor, index: Index, value: object) -> None:
-    """``tensor[index] = value`` for an index of whole numbers."""
+    """Write ``tensor[index] = value`` for an index of whole numbers."""
     at = [i.reshape(1) if isinstance(i, torch.Tensor) else torch.tensor([i], device=tensor.device) for i in index]
     tensor.index_put_(tuple(at), torch.as_tensor(value, device=tensor.device).to(tensor.dtype))

@@ -84,7 +84,7 @@ class Interception(TorchFunctionMode):
         return result
 
     def _by_objects(self, func: Function, types: Sequence[type], args: Arguments, kwargs: Options) -> object:
-        """What objects, or tensors of a class with a ``__torch_function__`` of its own, make of an op.
+        """Return what objects, or tensors of a class with a ``__torch_function__`` of its own, make of an op.
 
         They see no stand-ins: the ops that they call come here.
         """
@@ -152,7 +152,7 @@ class Interception(TorchFunctionMode):
         return given[0] if args and result is args[0] and isinstance(given[0], torch.Tensor) else result
 
     def _history(self, name: str, tensor: torch.Tensor) -> object:
-        """What autograd says of a tensor; of arguments and captured ones, what it says outside."""
+        """Return what autograd says of a tensor; of arguments and captured ones, what it says outside."""
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(OWN):
             frame = frame.f_back
@@ -192,7 +192,7 @@ class Interception(TorchFunctionMode):
                     self.recorder.cuts.append(Cut(node, user_line(), not torch.is_grad_enabled()))
 
     def _is_number(self, index: object) -> bool:
-        """Whether an index is a whole number that depends on the arguments."""
+        """Tell whether an index is a whole number that depends on the arguments."""
         if not isinstance(index, torch.Tensor) or index.dim() or index.dtype not in _WHOLE:
             return False
         with torch._C.DisableTorchFunction():
@@ -200,7 +200,7 @@ class Interception(TorchFunctionMode):
             return ti.is_functorch_wrapped_tensor(inner) or not self.recorder.is_constant(inner)
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """``tensor.data = value``: the memory of the value, unseen by autograd."""
+        """Assign ``tensor.data = value``: the memory of the value, unseen by autograd."""
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise TraceError(
                 f"{user_line()}: the function assigns .data of another shape or dtype. Make a new tensor instead."

@@ -26,9 +26,9 @@ _MOST = 4096
 def kernel_dtype(
     func: OpOverload, args: Arguments, kwargs: Options, tensors: Sequence[torch.Tensor]
 ) -> torch.dtype | None:
-    """The dtype of the tensor that torch's kernel gives for tensors of several dtypes, or of whole numbers.
+    """Return the dtype of the tensor that torch's kernel gives for tensors of several dtypes, or of whole numbers.
 
-    Raises what it raises. None where nothing is to be asked, as one floating dtype is taken everywhere.
+    Raises what the kernel raises. None where nothing is to be asked, as one floating dtype is taken everywhere.
     """
     dtypes = {t.dtype for t in tensors}
     if len(dtypes) == 1 and all(d.is_floating_point or d.is_complex for d in dtypes):

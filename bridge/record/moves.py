@@ -34,7 +34,7 @@ _IN_ORDER = (
 def without_moves(
     nodes: Sequence[Node | None], roots: Iterable[Value | None], shapes: dict[int, Shape], start: int
 ) -> list[Node | None]:
-    """The nodes, with ops that do themselves what axes were moved for.
+    """Return the nodes, with ops that do themselves what axes were moved for.
 
     ``shapes`` are those of the inputs. What is computed before node ``start``, where the backward half begins, is so
     still.
@@ -79,7 +79,7 @@ class _Moves:
         return readers[0] if len(readers) == 1 and i not in self.roots else None
 
     def origin(self, value: Value, batch: int, deep: bool) -> tuple[Value, Axes]:
-        """The array that a value shows with its axes moved, and of which of them each axis is made.
+        """Return the array that a value shows with its axes moved, and of which of them each axis is made.
 
         The axes of the batch are the first there too: elsewhere XLA would copy the array for each product, where now
         they share what was moved.
@@ -91,7 +91,7 @@ class _Moves:
         raise AssertionError("a value lies as it is read itself")
 
     def _origins(self, value: Value, deep: bool) -> Iterator[tuple[Value, Axes]]:
-        """The arrays that a value shows, from the first on; not through a mere merging of axes, unless ``deep``."""
+        """Yield the arrays that a value shows, from the first on; through a mere merging of axes only if ``deep``."""
         node = self.nodes[value.node] if isinstance(value, Ref) else None
         if node is not None and node.op in (*_PERMUTES, *_IN_ORDER):
             for source, axes in self._origins(node.leaves[0], deep):
@@ -101,7 +101,7 @@ class _Moves:
         yield value, _own_axes(self.shape(value))
 
     def transpose_result(self, i: int, node: Node, start: int) -> None:
-        """Where all that is read of a product is its transpose: the product of the operands in the other order."""
+        """Multiply operands in the other order, where all that is read of their product is its transpose."""
         shape = self.shape(Ref(i))
         last, axes = i, _own_axes(shape)
         while (reader := self.only_reader(last)) is not None and (reader < start) == (i < start):
@@ -116,7 +116,7 @@ class _Moves:
             self.nodes[last] = self.product(node, self.nodes[last], transposed=True) or self.nodes[last]
 
     def product(self, node: Node, result: Any, transposed: bool = False) -> Node | None:
-        """The product that a node is, of its operands as they lie; None if it is that already."""
+        """Return the product that a node is, of its operands as they lie; None if it is that already."""
         batch = int(node.op is aten.bmm.default)
         for deep in (True, False) if batch else (False,):
             (a, left), (b, right) = (self.origin(operand, batch, deep) for operand in node.leaves)
@@ -135,7 +135,7 @@ class _Moves:
         return None
 
     def sum_from_end(self, i: int, node: Node, start: int) -> Node | None:
-        """The sum that a node reverses, if it is one of what is reversed already."""
+        """Return, as one sum from the end, the sum that a node reverses, if it is one of what is reversed already."""
         summing, at = self._made_by(node.leaves[0], aten.cumsum.default)
         turned, _ = self._made_by(summing.leaves[0], aten.flip.default) if summing else (None, -1)
         if summing is None or turned is None or self.only_reader(at) != i or (at < start) != (i < start):
@@ -154,7 +154,7 @@ class _Moves:
 
 
 def _moved(node: Node, axes: Axes, sizes: Shape) -> Axes | None:
-    """Of what the axes of a move's result are made, from what those of its operand are; None if one would be cut."""
+    """Tell of what the axes of a move's result are made, from what its operand's are; None if one would be cut."""
     meta = node.results[0]
     assert meta is not None
     if node.op in _IN_ORDER:

@@ -48,7 +48,7 @@ class Meta:
 
     @classmethod
     def of_input(cls, tensor: torch.Tensor) -> Meta:
-        """With what the function may ask of the layout."""
+        """Return the meta of an input, with what the function may ask of the layout."""
         return dataclasses.replace(cls.of(tensor), stride=unusual_stride(tensor))
 
     @property
@@ -98,7 +98,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The op's, without namespace and overload; empty for what is no op of torch's."""
+        """The op's name, without namespace and overload; empty for what is no op of torch's."""
         return getattr(getattr(self.op, "overloadpacket", None), "__name__", "")
 
     def operands(self) -> Iterable[Ref]:
@@ -122,7 +122,7 @@ OF_FORM = frozenset(
 
 
 def depend(nodes: Sequence[Node | None], values: Iterable[Value], inputs: set[int]) -> bool:
-    """Whether some of the values are computed from what some of the inputs hold."""
+    """Tell whether some of the values are computed from what some of the inputs hold."""
     stack = [value.node for value in values if isinstance(value, Ref)]
     seen: set[int] = set()
     while stack:

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def pack(input: Tensor, lengths: Sequence[int], batch_first: bool) -> tuple[Tensor, Tensor]:
-    """As ``pack_padded_sequence``: the rows that are long enough for step 0, for step 1, ..., and how many each has."""
+    """Pack as ``pack_padded_sequence``: the rows that are long enough for each step in turn, and how many each has."""
     padded = input.transpose(0, 1) if batch_first else input
     if len(lengths) != padded.shape[1]:
         raise RuntimeError(f"Expected `len(lengths)` to be equal to batch_size, but got {len(lengths)}.")
@@ -34,7 +34,7 @@ def pack(input: Tensor, lengths: Sequence[int], batch_first: bool) -> tuple[Tens
 def unpack(
     data: Tensor, counts: Sequence[int], batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """As ``pad_packed_sequence``."""
+    """Unpack as ``pad_packed_sequence``."""
     if 0 < total_length < len(counts):
         raise RuntimeError(
             f"Expected total_length to be at least the length of the longest sequence in input, but got {total_length} "
@@ -68,5 +68,5 @@ PACKED: dict[object, Function] = {
 
 
 def is_packed(func: object, args: Sequence[object]) -> bool:
-    """Whether a call works on a packed sequence: a layer has its weights one place later then."""
+    """Tell whether a call works on a packed sequence: a layer has its weights one place later then."""
     return func in PACKED and (len(args) < 6 or isinstance(args[3], (list, tuple)))

@@ -24,7 +24,7 @@ from .recorder import Barrier, Spec
 
 
 def for_outputs(graph: Graph, live: Sequence[bool]) -> Graph | None:
-    """The recording with the cotangents of fewer differentiable outputs; None if only torch can say what it would be.
+    """Return the recording with cotangents of fewer differentiable outputs; None if only torch can say what that is.
 
     Its residuals are among those of the whole.
     """

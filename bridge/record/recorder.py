@@ -79,24 +79,24 @@ class Recorder(ti.TorchDispatchMode):
         return tensor
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """What a tensor below functionalisation stands for."""
+        """Return what a tensor below functionalisation stands for."""
         ref = self.where.get(id(tensor))
         return ref if ref is not None else Const(_snapshot(tensor))
 
     def node_of(self, tensor: torch.Tensor) -> int | None:
-        """The node that made a tensor, which may be one above functionalisation."""
+        """Return the node that made a tensor, which may be one above functionalisation."""
         with torch._C.DisableTorchFunction():
             inner: Any = ti.from_fun(tensor.detach()) if isinstance(tensor, ti.FunctionalTensor) else tensor
             ref = self.where.get(id(inner))
         return None if ref is None else ref.node
 
     def line_of(self, node: int | None) -> str:
-        """The user's line that made a node."""
+        """Return the user's line that made a node."""
         made = None if node is None else self.nodes[node]
         return user_line() if made is None else made.line
 
     def _line(self) -> str:
-        """The user's line for an op: in a backward pass that torch wrote, the line of what is differentiated."""
+        """Return the user's line for an op: in a backward pass that torch wrote, the line of what is differentiated."""
         node = ti.backward_node()
         if node is None:
             line = user_line()
@@ -222,7 +222,7 @@ class Recorder(ti.TorchDispatchMode):
             )
 
     def _index(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Constant boolean masks become plain integer indices."""
+        """Turn constant boolean masks into plain integer indices."""
         result: list[torch.Tensor | None] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and self.is_constant(index):
@@ -246,7 +246,7 @@ class Recorder(ti.TorchDispatchMode):
             )
 
     def _promoted(self, func: OpOverload, args: Arguments, kwargs: Options) -> Arguments:
-        """The arguments of an elementwise op, whole numbers as floats where the result is one: torch converts first."""
+        """Convert whole numbers to floats for an elementwise op whose result is a float: torch converts first."""
         with self.fake:
             out = ti.torch_pytree.tree_leaves(func(*args, **kwargs))[0]
         if not out.is_floating_point() or func.overloadpacket is aten.where:
@@ -255,7 +255,7 @@ class Recorder(ti.TorchDispatchMode):
             return ti.map_tensors(lambda t: t.to(out.dtype), args)
 
     def _in_float32(self, func: OpOverload, args: Arguments, kwargs: Options) -> object:
-        """An op on half-precision tensors, computed in float32 and rounded at the end."""
+        """Compute an op on half-precision tensors in float32, and round at the end."""
         with self.fake:
             narrow, spec = ti.torch_pytree.tree_flatten(func(*args, **kwargs))
         if kwargs.get("dtype") in HALF:
@@ -267,7 +267,7 @@ class Recorder(ti.TorchDispatchMode):
         return ti.torch_pytree.tree_unflatten(rounded, spec)
 
     def _decompose(self, func: OpOverload, args: Arguments, kwargs: Options, random: bool) -> object:
-        """Smaller ops, for what has no lowering of ours: torch's decompositions are exact, torchax's table less so."""
+        """Run smaller ops where no lowering is ours: torch's decompositions are exact, torchax's table less so."""
         known = has_lowering(func)
         if known == "own":
             return NotImplemented
@@ -284,7 +284,7 @@ class Recorder(ti.TorchDispatchMode):
         return NotImplemented
 
     def _of_nothing(self, func: OpOverload, args: Arguments, kwargs: Options) -> object:
-        """The results of an op on empty tensors, which decompositions divide by their size or count wrongly."""
+        """Return the results of an op on empty tensors, which decompositions divide by their size or count wrongly."""
         device = next(t.device for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         with ti.no_dispatch():
             given = ti.map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs))
@@ -335,7 +335,7 @@ class Recorder(ti.TorchDispatchMode):
         draw: int | None,
         more: tuple[Value, ...] = (),
     ) -> list[torch.Tensor]:
-        """Write down a call of another compiled function; what it returns, as tensors of this trace."""
+        """Write down a call of another compiled function; return what it returns, as tensors of this trace."""
         with torch._C.DisableTorchFunction():
             inner: list[Any] = [ti.from_fun(t.detach()) if isinstance(t, ti.FunctionalTensor) else t for t in tensors]
             values = (*map(self.value, inner), *more)
@@ -350,7 +350,7 @@ class Recorder(ti.TorchDispatchMode):
             return outs
 
     def after_latest(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors, to be read only once what was recorded last has been computed."""
+        """Return the tensors, to be read only once what was recorded last has been computed."""
         held = self._latest()
         if held is None or not tensors:
             return list(tensors)
@@ -359,7 +359,7 @@ class Recorder(ti.TorchDispatchMode):
         return [new.requires_grad_(t.requires_grad) for new, t in zip(made, tensors, strict=True)]
 
     def _latest(self) -> Ref | None:
-        """The tensor that was recorded last: the cotangent itself, where nothing was computed from it yet."""
+        """Return the tensor that was recorded last: the cotangent itself, where nothing was computed from it yet."""
         for i in reversed(range(len(self.nodes))):
             node = self.nodes[i]
             if node is None:
@@ -370,7 +370,7 @@ class Recorder(ti.TorchDispatchMode):
         return None
 
     def _without_values(self, meta: Meta, stride: Sequence[int] | None = None) -> ti.FakeTensor:
-        """A tensor without memory: what escaped the recorder would compute on values that nobody wrote."""
+        """Make a tensor without memory: what escaped the recorder would compute on values that nobody wrote."""
         with torch._C.DisableTorchFunction(), ti.no_dispatch():
             shape = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
             if stride is not None:
@@ -394,7 +394,7 @@ class Recorder(ti.TorchDispatchMode):
         self.keep.append(tensor)
 
     def draw_number(self) -> int:
-        """Draws that torch itself would repeat (checkpoint restores the generator) get the same number."""
+        """Number a draw: those that torch itself would repeat (checkpoint restores the generator) get the same one."""
         with torch._C.DisableTorchFunction(), ti.no_dispatch():
             state = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
             number = self.draws.setdefault(state, len(self.draws))

@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 
 class _Functionalisation(ti.FunctionalTensorMode):
-    """torch's, out of sight of function modes: what runs in it is torch's own, not the user's."""
+    """torch's functionalisation, out of sight of function modes: what runs in it is torch's own, not the user's."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Options | None = None
@@ -105,7 +105,7 @@ _LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def _apart_from_callers() -> Iterator[None]:
-    """Out of reach of what the caller does: another recording, ``torch.func``, dual numbers, checks, hooks."""
+    """Keep out of reach of what the caller does: another recording, ``torch.func``, dual numbers, checks, hooks."""
     with (
         ti.temporarily_clear_interpreter_stack(),
         ti.without_forward_mode(),
@@ -152,7 +152,7 @@ def _writing_to_copies(once: Callable[..., tuple[Graph, list[torch.Tensor]]]) ->
 
 @contextlib.contextmanager
 def _naming_refusals(recorder: Recorder) -> Iterator[None]:
-    """A refusal comes out as it was, whatever became of it on its way; so does what torch refuses for our tensors."""
+    """Raise a refusal as it was, whatever became of it on its way; name what torch refuses for our tensors."""
     try:
         yield
     except TraceError:
@@ -270,7 +270,7 @@ def _gradients(
 def _reached(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], need: Sequence[bool], captured: Captured
 ) -> tuple[list[int], list[int]]:
-    """For each output, as bits: the needed inputs to which autograd goes back, and the user's Functions on the way."""
+    """Return for each output, as bits, the needed inputs that autograd goes back to, and the user's Functions met."""
     bit: dict[object, int] = {}
     with torch._C.DisableTorchFunction():
         for i, (tensor, needed) in enumerate(zip(inputs, need, strict=True)):

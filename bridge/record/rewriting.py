@@ -49,7 +49,7 @@ _REDUCES = {"sum", "mean", "amax", "amin"}  # which only move, or scale, over ax
 
 
 def barriers(nodes: Sequence[Node | None], outputs: Sequence[Value]) -> tuple[dict[int, list[int]], set[int]]:
-    """The leaves of nodes that go through a barrier, by their place, and the nodes whose results do."""
+    """Return the leaves of nodes that go through a barrier, by their place, and the nodes whose results do."""
     tags = {i: frozenset((UNIT,)) for i, node in enumerate(nodes) if node is None}
     found: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -89,7 +89,7 @@ def _size(nodes: Sequence[Node | None], leaf: Any) -> int:
 
 
 def _guarded(name: str, node: Node, a: Tags, b: Tags) -> Iterator[int]:
-    """The operands, a and b, between which and the op XLA must not see."""
+    """Yield the places of the operands, a and b, between which and the op XLA must not see."""
     if name == "div":
         if QUOTIENT in a or (EXPONENTIAL in a and EXPONENTIAL in b) or _rescales(node, a, _factor(node, 1, b, True)):
             yield 0
@@ -110,7 +110,7 @@ def _guarded(name: str, node: Node, a: Tags, b: Tags) -> Iterator[int]:
 
 
 def _factor(node: Node, place: int, tags: Tags, inverse: bool = False) -> float | str | None:
-    """The constant that an operand is, or its inverse: a number, SCALED for an array, None if it is no constant."""
+    """Return the constant that an operand is, or its inverse: a number, SCALED for an array, None if it is none."""
     leaf = node.leaves[place]
     if CONSTANT not in tags:
         return None
@@ -118,7 +118,7 @@ def _factor(node: Node, place: int, tags: Tags, inverse: bool = False) -> float 
 
 
 def _rescales(node: Node, scaled: Tags, d: Any) -> bool:
-    """Whether (a * c) * d may overflow or underflow where a * (c * d) does not, or the other way round."""
+    """Tell whether (a * c) * d may overflow or underflow where a * (c * d) does not, or the other way round."""
     factors = [c for c in scaled if c == SCALED or _is_number(c)]
     if d is None or SPREAD in scaled or not factors:
         return False
@@ -134,7 +134,7 @@ def _is_power_of_two(factor: object) -> bool:
 
 
 def _made(name: str, node: Node, seen: Sequence[Tags]) -> Tags:
-    """What XLA may take a result for, where the op does not only move its operand."""
+    """Tell what XLA may take a result for, where the op does not only move its operand."""
     if name in ("mul", "div", "add", "sub", "rsub"):
         return _of_arithmetic(name, node, *seen)
     if name == "pow":
@@ -174,7 +174,7 @@ def _smallest(node: Node) -> float:
 
 
 def _beside(leaf: object, tags: Tags, other: Tags) -> Tags:
-    """The tags of a product's factor where the other factor may be the number one."""
+    """Return the tags of a product's factor where the other factor may be the number one."""
     may_be_one = leaf == 1 if _is_number(leaf) else tags & {UNIT, CONSTANT}
     return other - {CONSTANT, SPREAD} if may_be_one else _NOTHING
 

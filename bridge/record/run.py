@@ -59,7 +59,7 @@ def run(graph: Graph, todo: Sequence[int], values: Values, key: jax.Array) -> No
 
 
 def _apart(operand: Array, node: Node, place: int) -> Array:
-    """An operand of an elementwise op, out of the sight of XLA's simplifier; a divisor is spread out before."""
+    """Put an operand of an elementwise op out of the sight of XLA's simplifier; a divisor is spread out before."""
     meta = node.results[0]
     if place == 1 and meta is not None:
         operand = jnp.broadcast_to(operand, meta.shape)
@@ -67,7 +67,7 @@ def _apart(operand: Array, node: Node, place: int) -> Array:
 
 
 def read(values: Values, value: Value) -> jax.Array:
-    """The array that a Ref or a Const stands for."""
+    """Return the array that a Ref or a Const stands for."""
     if isinstance(value, Const):
         array = value.array
         return (
@@ -80,7 +80,7 @@ def read(values: Values, value: Value) -> jax.Array:
 
 
 def _as_eager(result: ArrayLike | None, meta: Meta | None) -> Any:
-    """The result with the dtype and shape that eager torch gives (JAX promotes by other rules)."""
+    """Return the result with the dtype and shape that eager torch gives (JAX promotes by other rules)."""
     if meta is None or result is None:
         return result
     array = jnp.asarray(result)
@@ -92,7 +92,7 @@ def _as_eager(result: ArrayLike | None, meta: Meta | None) -> Any:
 
 @functools.cache
 def _pulled_back(op: torch._ops.OpOverload) -> Function:
-    """The lowering of ``f_backward(cotangent, x, *rest)``, an op with its arguments in this order."""
+    """Return the lowering of ``f_backward(cotangent, x, *rest)``, an op with its arguments in this order."""
     name = op.overloadpacket.__name__
     base = name.removesuffix("_backward")
     if base == name or not hasattr(aten, base):
@@ -133,7 +133,7 @@ def _overload(packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverload:
 
 
 def _recorded(op: torch._ops.OpOverload, args: Arguments) -> Any:
-    """An op that torch decomposes: record it, and run the smaller ops."""
+    """Compute an op that torch decomposes: record it, and run the smaller ops."""
     where = [i for i, a in enumerate(args) if isinstance(a, jax.Array)]
     metas = [Meta(torch_dtype(args[i].dtype), args[i].shape) for i in where]
 
@@ -154,7 +154,7 @@ def _recorded(op: torch._ops.OpOverload, args: Arguments) -> Any:
 
 
 def _no_lowering(*args: object, **kwargs: object) -> NoReturn:
-    """The lowering of an op that has no counterpart in JAX; who calls it names the op and the user's line."""
+    """Refuse an op that has no counterpart in JAX; who calls this as its lowering names the op and the user's line."""
     raise NotImplementedError(
         "no lowering is known for it. Use other torch ops there, or compute this part outside of the function and "
         "pass the result in."
