@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from ...jax_impl.program.trees import PyTree
 from ..base.errors import TraceError
 from ..derive.context import Call
 from ..derive.primitives import Arrays
-from ..effects.bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, restore
+from ..effects.bindings import Effect, Entry, restore
+from ..effects.containers import Moved, each_replaced, part_at
+from ..effects.sources import Basic, Given, Made, Source, renumbered
 from ..memory.trees import Structure, is_array, to_jax_tree
 from ..memory.values import unusual_stride
 from ..record.nodes import History
@@ -114,21 +117,22 @@ class Root(Flat):
             return Made(made(array)) if given is None else Given(given)
 
         call.effects = []
-        values: dict[int, Bound] = {}  # a container in two places is one
         standing: dict[tuple[int, Hashable], Any] = {}  # what functions before have left
         last: Sequence[Place] | None = None
+
+        def replace(part: Source | Moved, places: Sequence[Place], tensor: Callable[[Basic], torch.Tensor]) -> object:
+            if not isinstance(part, Moved):
+                return renumbered(part, lambda source: number(tensor(source)))
+            moved = dataclasses.replace(part, place=self._place(places[part.place], part.key))
+            left = standing.get((moved.place, moved.key), moved)
+            return moved if left is moved else part_at(left, part.path)
+
         for places, effect, tensor in call.left:
             if places is not last:
-                last, values, standing = places, {}, {(e.place, e.key): e.after for e in call.effects}
-            after = effect.after
-            if isinstance(after, Bound):
-                renumbered = after.renumbered(lambda source, tensor=tensor: number(tensor(source)))  # type: ignore[misc]
-                after = values.setdefault(id(after), renumbered)
-            elif isinstance(after, Moved):
-                after = Moved(self._place(places[after.place], after.key), after.key)
-                after = standing.get((after.place, after.key), after)
+                last, standing = places, {(e.place, e.key): e.after for e in call.effects}
+                new = each_replaced(functools.partial(replace, places=places, tensor=tensor))
             number_of_place = self._place(places[effect.place], effect.key)
-            call.effects.append(dataclasses.replace(effect, place=number_of_place, after=after))
+            call.effects.append(dataclasses.replace(effect, place=number_of_place, after=new(effect.after)))
         # What was left by one function and written to by the next is among the outputs already, with its final value.
         written = [(self.position(t), value, has_history) for t, value, has_history in call.mutations]
         call.updates = [(i, value) for i, value, has_history in written if i is not None and not has_history]

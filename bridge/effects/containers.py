@@ -1,0 +1,163 @@
+"""Values with tensors in them as each call makes them anew, where a container in several places is one.
+
+A value is kept as the form of its outermost container, with a source for each tensor in it and a value of the same kind
+for each container. What stood somewhere when the call began, and is put into a new container, stays the same object.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from ..memory.trees import is_leaf, split_level
+from ..watch.places import Place, read_entry
+from .sources import Basic, Given, Made, Source, View
+
+ITSELF: object = object()  # under this key stands what a place belongs to: a list, a dict, an object
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What stood in a place when the call began: a list, a module, a function that the call puts into another one."""
+
+    place: int
+    key: object
+    path: tuple[int, ...] = ()  # in tuples that stand there
+
+    def find(self, places: Sequence[Place]) -> Any:
+        """What stands there now."""
+        place = places[self.place]
+        value = whole_of(place) if self.key is ITSELF else read_entry(place, self.key)
+        for i in self.path:
+            value = value[i]
+        return value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bound:
+    """A value with tensors in it: a tensor, or a container."""
+
+    form: jax.tree_util.PyTreeDef
+    parts: tuple[object, ...]  # a source, a Bound or a Moved value; what is none of these stays
+
+    @property
+    def bases(self) -> list[Basic]:
+        """The inputs and results that the value is made of."""
+        bases: list[Basic] = []
+        for part in self.parts:
+            if isinstance(part, Bound):
+                bases += part.bases
+            elif isinstance(part, Given | Made):
+                bases.append(part)
+            elif isinstance(part, View):
+                bases.append(part.base)
+        return bases
+
+    def tensors(self, value: object) -> Iterator[tuple[Source, torch.Tensor]]:
+        """The tensors in a value that a call has left, without those in what it found, each with its source."""
+        for part, child in zip(self.parts, split_level(value)[0], strict=True):
+            if isinstance(part, Bound):
+                yield from part.tensors(child)
+            elif isinstance(part, Source):
+                yield part, child
+
+    def kept(self) -> Iterator[object]:
+        """What is in the value besides tensors, containers and what stood somewhere."""
+        for part in self.parts:
+            if isinstance(part, Bound):
+                yield from part.kept()
+            elif not isinstance(part, (Moved, Source)):
+                yield part
+
+
+def each_replaced(
+    of: Callable[[Source | Moved], object],
+    join: Callable[[jax.tree_util.PyTreeDef, tuple[object, ...]], object] = Bound,
+) -> Callable[[object], object]:
+    """A function of what effects leave: something else for each source and what stood somewhere, put together again.
+
+    A container in several places and containers is put together once.
+    """
+    made: dict[int, object] = {}
+
+    def replaced(after: object) -> object:
+        if isinstance(after, Bound):
+            if id(after) not in made:
+                made[id(after)] = join(after.form, tuple(map(replaced, after.parts)))
+            return made[id(after)]
+        return of(after) if isinstance(after, (Moved, Source)) else after
+
+    return replaced
+
+
+def part_at(after: object, path: Sequence[int]) -> object:
+    """What stands in the tuples of what an effect leaves."""
+    for step, i in enumerate(path):
+        if isinstance(after, Moved):
+            return dataclasses.replace(after, path=(*after.path, *path[step:]))
+        after = after.parts[i] if isinstance(after, Bound) else after[i]  # type: ignore[index]
+    return after
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a number, a string or the like, or a tuple of such."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def standing_in(contents: Sequence[Mapping[Any, object]], places: Sequence[Place]) -> dict[int, Moved]:
+    """Where containers and objects stand before a call, by their ids: first where, of several places."""
+    found: dict[int, Moved] = {}
+
+    def add(value: object, moved: Moved) -> None:
+        if not isinstance(value, (torch.Tensor, *_PLAIN)):
+            found.setdefault(id(value), moved)
+            for i, inner in enumerate(value) if isinstance(value, tuple) else ():
+                add(inner, dataclasses.replace(moved, path=(*moved.path, i)))
+
+    for number, content in enumerate(contents):
+        for key, value in content.items():
+            add(value, Moved(number, key))
+    for number, place in enumerate(places):
+        whole = whole_of(place)
+        if whole is not None:
+            found.setdefault(id(whole), Moved(number, ITSELF))
+    return found
+
+
+def whole_of(place: Place) -> object:
+    """The list, dict or object that a place belongs to; None for cells, classes and the like, which move nowhere."""
+    is_container = isinstance(place.owner, (dict, list, collections.deque)) and not place.is_attributes
+    if is_container and place.names is None:
+        return place.owner
+    return None if place.of is None else place.of()
+
+
+def held_in(value: object, standing: Container[int] = ()) -> list[object]:
+    """A value, and the containers and tensors in it, each once; nothing of what is in those that stood somewhere."""
+    found: dict[int, object] = {}
+
+    def add(x: object) -> None:
+        if is_plain(x) or id(x) in found:
+            return
+        if isinstance(x, torch.Tensor):
+            found[id(x)] = x
+        elif id(x) not in standing and not is_leaf(x):
+            found[id(x)] = x
+            for child in split_level(x)[0]:
+                add(child)
+
+    add(value)
+    return list(found.values())
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors in a value that is about to be bound."""
+    return [x for x in held_in(value) if isinstance(x, torch.Tensor)]
