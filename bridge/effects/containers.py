@@ -33,7 +33,7 @@ class Moved:
     def find(self, places: Sequence[Place]) -> Any:
         """What stands there now."""
         place = places[self.place]
-        value = whole_of(place) if self.key is ITSELF else read_entry(place, self.key)
+        value: Any = whole_of(place) if self.key is ITSELF else read_entry(place, self.key)
         for i in self.path:
             value = value[i]
         return value

@@ -167,7 +167,7 @@ class Watched:
         """
         effects: list[Effect] = []
         scratch: list[Scratch] = []
-        kept: list[tuple[object, str]] = []  # what stays the same in each call, and in which place
+        kept: list[tuple[object, str]] = []  # what no call makes anew, and in which place it is
         # Lists first: an attribute that held one may be judged by what stands in it.
         changes = sorted(self._changes(), key=lambda change: not self.places[change[0]].is_sequence)
         standing = standing_in(self._before, self.places) if changes else {}
@@ -193,7 +193,7 @@ class Watched:
             elif new is ABSENT or (is_plain(new) and not (is_appended and number not in growing)):
                 effects.append(Effect(number, key, before, new))
             else:
-                _check_holds_no_trace(new, place.name(key))
+                kept.append((new, place.name(key)))
                 # What a library keeps for itself is made again.
                 if first and (is_plain(new) or not place.is_library or self._is_users(place, key, new)):
                     continue
@@ -201,7 +201,7 @@ class Watched:
         for number, before, after in orders:
             effects.append(Effect(number, ORDER, before, after))
             write(self.places[number], ORDER, before)
-        for value, name in kept:
+        for value, name in kept:  # now that objects from before the call hold what they held
             _check_holds_no_trace(value, name)
         return effects, scratch
 
