@@ -228,8 +228,8 @@ def _elsewhere(effects: Sequence[Effect], before: Sequence[Place], places: Seque
         place = before[part.place]
         if id(place.owner) not in numbers:
             raise TraceError(
-                f"the function appends to {place.label} and keeps what it finds there in another place, which later "
-                "calls would not find there. Keep it in a list of its own."
+                f"the function keeps what stands in {place.label or 'a list'} elsewhere, and appends to a list around "
+                "it, into which calls do not look. Keep what is moved in a place of its own too."
             )
         return dataclasses.replace(part, place=numbers[id(place.owner)])
 

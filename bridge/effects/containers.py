@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import torch
 
 from ..memory.trees import is_leaf, split_level
-from ..watch.places import Place, read_entry
+from ..watch.places import ABSENT, Place, read_entry
 from .sources import Basic, Given, Made, Source, View
 
 ITSELF: object = object()  # under this key stands what a place belongs to: a list, a dict, an object
@@ -49,15 +49,8 @@ class Bound:
     @property
     def bases(self) -> list[Basic]:
         """The inputs and results that the value is made of."""
-        bases: list[Basic] = []
-        for part in self.parts:
-            if isinstance(part, Bound):
-                bases += part.bases
-            elif isinstance(part, Given | Made):
-                bases.append(part)
-            elif isinstance(part, View):
-                bases.append(part.base)
-        return bases
+        bases = (part.base if isinstance(part, View) else part for part in self.leaves())
+        return [base for base in bases if isinstance(base, Given | Made)]
 
     def tensors(self, value: object) -> Iterator[tuple[Source, torch.Tensor]]:
         """The tensors in a value that a call has left, without those in what it found, each with its source."""
@@ -67,12 +60,12 @@ class Bound:
             elif isinstance(part, Source):
                 yield part, child
 
-    def kept(self) -> Iterator[object]:
-        """What is in the value besides tensors, containers and what stood somewhere."""
+    def leaves(self) -> Iterator[object]:
+        """The parts of the value and of the containers in it."""
         for part in self.parts:
             if isinstance(part, Bound):
-                yield from part.kept()
-            elif not isinstance(part, (Moved, Source)):
+                yield from part.leaves()
+            else:
                 yield part
 
 
@@ -161,3 +154,16 @@ def held_in(value: object, standing: Container[int] = ()) -> list[object]:
 def tensors_in(value: object) -> list[torch.Tensor]:
     """The tensors in a value that is about to be bound."""
     return [x for x in held_in(value) if isinstance(x, torch.Tensor)]
+
+
+def made_anew(values: Iterable[object], standing: Mapping[int, Moved]) -> set[int]:
+    """The ids of the values that each call makes: those with tensors, and those that share a container with such."""
+    values = [value for value in values if value is not ABSENT and not is_plain(value)]
+    containers = {id(v): {id(x) for x in held_in(v, standing) if not isinstance(x, torch.Tensor)} for v in values}
+    made: set[int] = set()
+    more = {id(value) for value in values if tensors_in(value)}
+    while more:
+        made |= more
+        shared = set().union(*(containers[i] for i in made))
+        more = {i for i in containers.keys() - made if not shared.isdisjoint(containers[i])}
+    return made

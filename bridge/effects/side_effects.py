@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +35,9 @@ from ..watch.places import ABSENT, ORDER, WRITTEN, Place, path_name, put_in_orde
 from ..watch.uses import is_named, uses
 from ..watch.walk import Walk
 from .bindings import UNKNOWN, Effect, Entry, Results
-from .containers import Bound, Moved, held_in, is_plain, standing_in, tensors_in
+from .containers import Bound, Moved, is_plain, made_anew, standing_in, tensors_in
 from .escapes import traced_tensor_in
-from .sources import Constant
+from .sources import Constant, Source
 
 
 class Scratch(NamedTuple):
@@ -168,12 +168,13 @@ class Watched:
         effects: list[Effect] = []
         scratch: list[Scratch] = []
         kept: list[tuple[object, str]] = []  # what no call makes anew, and in which place it is
+        logs: set[int] = set()
         # Lists first: an attribute that held one may be judged by what stands in it.
         changes = sorted(self._changes(), key=lambda change: not self.places[change[0]].is_sequence)
         standing = standing_in(self._before, self.places) if changes else {}
         results.expect((t for _, _, _, new in changes for t in tensors_in(new)), standing)
         orders = list(self._orders())
-        made = _made_anew((new for _, _, _, new in changes), standing)
+        made = made_anew((new for _, _, _, new in changes), standing)
         growing = {number for number, _, old, new in changes if old is ABSENT and id(new) in made}
         for number, key, old, new in changes:
             place = self.places[number]
@@ -189,21 +190,38 @@ class Watched:
                         scratch.append(_scratch(place, key, old, new, results))
                     else:
                         effects.append(Effect(number, key, before, bound))
-                        kept += ((value, place.name(key)) for value in bound.kept())
+                        kept += (
+                            (value, place.name(key))
+                            for value in bound.leaves()
+                            if not isinstance(value, (Moved, Source))
+                        )
             elif new is ABSENT or (is_plain(new) and not (is_appended and number not in growing)):
                 effects.append(Effect(number, key, before, new))
             else:
                 kept.append((new, place.name(key)))
                 # What a library keeps for itself is made again.
                 if first and (is_plain(new) or not place.is_library or self._is_users(place, key, new)):
+                    logs |= {number} if is_appended else set()
                     continue
             write(place, key, old)
         for number, before, after in orders:
             effects.append(Effect(number, ORDER, before, after))
             write(self.places[number], ORDER, before)
+        self._check_logs(effects, logs)
         for value, name in kept:  # now that objects from before the call hold what they held
             _check_holds_no_trace(value, name)
         return effects, scratch
+
+    def _check_logs(self, effects: Sequence[Effect], logs: set[int]) -> None:
+        """Refuse to keep what stands in a list that grows once for each trace: no key holds what it is."""
+        for e in effects:
+            for part in e.after.leaves() if isinstance(e.after, Bound) else (e.after,):
+                if isinstance(part, Moved) and part.place in logs:
+                    raise TraceError(
+                        f"{user_line()}: the function appends to {self.places[part.place].label} and puts what it "
+                        f"finds there into {self.places[e.place].name(e.key)}, but calls do not look into a list that "
+                        "grows with each of them. Keep what is moved in a place of its own too."
+                    )
 
     def _is_users(self, place: Place, key: object, new: object) -> bool:
         """Whether the user's code puts a value into an object of a library."""
@@ -216,7 +234,7 @@ class Watched:
             if after and [*after] != [*(k for k in before if k in after), *(k for k in after if k not in before)]:
                 yield number, tuple(before), tuple(after)
 
-    def _changes(self) -> Iterator[tuple[int, object, object, object]]:
+    def _changes(self) -> Iterator[tuple[int, Any, object, object]]:
         for number, (place, before) in enumerate(zip(self.places, self._before, strict=True)):
             after = read(place)
             keys = [*before, *(k for k in after if k not in before)]
@@ -225,19 +243,6 @@ class Watched:
                 old, new = before.get(key, ABSENT), after.get(key, ABSENT)
                 if old is not new and not _is_same(old, new):
                     yield number, key, old, new
-
-
-def _made_anew(values: Iterable[object], standing: Mapping[int, Moved]) -> set[int]:
-    """The ids of the values that each call makes: those with tensors, and those that share a container with such."""
-    values = [value for value in values if value is not ABSENT and not is_plain(value)]
-    containers = {id(v): {id(x) for x in held_in(v, standing) if not isinstance(x, torch.Tensor)} for v in values}
-    made: set[int] = set()
-    more = {id(value) for value in values if tensors_in(value)}
-    while more:
-        made |= more
-        shared = set().union(*(containers[i] for i in made))
-        more = {i for i in containers.keys() - made if not shared.isdisjoint(containers[i])}
-    return made
 
 
 def _split(value: object) -> tuple[list[torch.Tensor], Structure]:

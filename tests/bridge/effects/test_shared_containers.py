@@ -164,6 +164,7 @@ def test_a_container_from_before_the_call_inside_of_a_new_one(inner: str, outer:
 def test_containers_that_are_copied_and_sliced_hold_the_same_ones() -> None:
     def fun(s: Any, x: Any) -> Any:
         s.copied, s.rest = copy.copy(s.a), s.layers[-1:]
+        s.layers.append(s.layers[0])
         s.a["l"][0] = s.a["l"][0] + x
         s.rest[0]["k"] = s.rest[0]["k"] * 2 + x
         return (s.copied["l"][0] + s.layers[1]["k"]).sum()
@@ -212,6 +213,19 @@ def test_a_new_container_that_holds_itself_is_refused_by_name() -> None:
     ):
         as_torch(as_jax(fun))(X)
     assert s.a is None
+
+
+@pytest.mark.parametrize("take", [lambda log: log[0], lambda log: [log[0]], lambda log: (log[0]["in"],)])
+def test_what_stands_in_a_log_is_refused_in_another_place(take: Any) -> None:
+    s = holder(log=[{"n": 1, "in": {}}])
+
+    def fun(x: Any) -> Any:
+        s.a, s.b = take(s.log), [x * 2, take(s.log)]
+        s.log.append(1)
+        return x.sum()
+
+    with pytest.raises(TypeError, match=r"appends to .*\. Keep what is moved in a place of its own too"):
+        as_torch(as_jax(fun))(X)
 
 
 @pytest.mark.parametrize("thing", [Thing, lambda t: types.SimpleNamespace(h=t), lambda t: lambda: t])
