@@ -123,7 +123,13 @@ class Root(Flat):
         def replace(part: Source | Moved, places: Sequence[Place], tensor: Callable[[Basic], torch.Tensor]) -> object:
             if not isinstance(part, Moved):
                 return renumbered(part, lambda source: number(tensor(source)))
-            moved = dataclasses.replace(part, place=self._place(places[part.place], part.key))
+            at = self._place(places[part.place])
+            if at is None:
+                raise TraceError(
+                    f"the function puts {part.name(places)} into another place, where the call does not see it: "
+                    "another function of the call has made what it stands in. Make both in one function."
+                )
+            moved = dataclasses.replace(part, place=at)
             left = standing.get((moved.place, moved.key), moved)
             return moved if left is moved else part_at(left, part.path)
 
@@ -131,18 +137,18 @@ class Root(Flat):
             if places is not last:
                 last, standing = places, {(e.place, e.key): e.after for e in call.effects}
                 new = each_replaced(functools.partial(replace, places=places, tensor=tensor))
-            number_of_place = self._place(places[effect.place], effect.key)
-            call.effects.append(dataclasses.replace(effect, place=number_of_place, after=new(effect.after)))
+            place = self._place(places[effect.place])
+            if place is None:
+                name = places[effect.place].name(effect.key)
+                raise TraceError(f"the function writes to {name}, which the call does not see: pass it in.")
+            call.effects.append(dataclasses.replace(effect, place=place, after=new(effect.after)))
         # What was left by one function and written to by the next is among the outputs already, with its final value.
         written = [(self.position(t), value, has_history) for t, value, has_history in call.mutations]
         call.updates = [(i, value) for i, value, has_history in written if i is not None and not has_history]
         call.carried = [(i, made(value)) for i, value, has_history in written if i is not None and has_history]
 
-    def _place(self, place: Place, key: object) -> int:
-        found = next((i for i, p in enumerate(self.walk.places) if p.owner is place.owner), None)
-        if found is None:
-            raise TraceError(f"the function writes to {place.name(key)}, which the call does not see: pass it in.")
-        return found
+    def _place(self, place: Place) -> int | None:
+        return next((i for i, p in enumerate(self.walk.places) if p.owner is place.owner), None)
 
     def position(self, tensor: torch.Tensor) -> int | None:
         """Which input a tensor is."""

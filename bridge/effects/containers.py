@@ -30,6 +30,11 @@ class Moved:
     key: object
     path: tuple[int, ...] = ()  # in tuples that stand there
 
+    def name(self, places: Sequence[Place]) -> str:
+        """Where it stood, as the user would write it."""
+        place = places[self.place]
+        return (place.label if self.key is ITSELF else place.name(self.key)) + "".join(f"[{i}]" for i in self.path)
+
     def find(self, places: Sequence[Place]) -> Any:
         """What stands there now."""
         place = places[self.place]

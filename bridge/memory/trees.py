@@ -162,8 +162,11 @@ def split_level(x: object) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
 
 
 def join_level(form: jax.tree_util.PyTreeDef, children: Iterable[object]) -> PyTree:
-    """A container of a form."""
-    return to_torch_tree(form.unflatten(map(_Child, children)), lambda child: child.value)
+    """A container of a form, as torch has it."""
+    made = form.unflatten(children)
+    if type(made) is Dict:
+        return dict(made)
+    return made.build(made.children) if type(made) is _Container else made
 
 
 def is_leaf(x: object) -> bool:

@@ -312,6 +312,22 @@ def test_functions_of_one_call_leave_one_container() -> None:
     assert run(as_jax, lambda one, two: as_torch(together(one, two))) == expected
 
 
+def test_what_another_function_of_the_call_has_made_is_refused_where_the_call_does_not_see_it() -> None:
+    s = holder()
+
+    def one(x: Any) -> Any:
+        s.a = {"h": [x * 2]}
+        return x
+
+    def two(x: Any) -> Any:
+        s.b = [s.a["h"], x]
+        return x * s.b[0][0]
+
+    one, two = as_jax(one), as_jax(two)
+    with pytest.raises(TypeError, match=r"the function puts .*\['h'\] into another place.* Make both in one function"):
+        as_torch(lambda x: two(one(x)))(X)
+
+
 @pytest.mark.parametrize("way", [mt.micro_vmap, lambda f: mt.microbatch(f, 0, 1, mt.AccumulationType.CONCAT)])
 def test_in_slices_what_stays_the_same_is_one(way: Any) -> None:
     s = holder(a={"h": X * 1}, c=None)
