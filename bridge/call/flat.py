@@ -17,7 +17,7 @@ from ..base.errors import TraceError
 from ..derive.context import Call
 from ..derive.primitives import Arrays
 from ..effects.bindings import Effect, Entry, restore
-from ..effects.containers import Moved, each_replaced, part_at
+from ..effects.containers import Moved, Replacing, part_at
 from ..effects.sources import Basic, Given, Made, Source, renumbered
 from ..memory.trees import Structure, is_array, to_jax_tree
 from ..memory.values import unusual_stride
@@ -136,7 +136,7 @@ class Root(Flat):
         for places, effect, tensor in call.left:
             if places is not last:
                 last, standing = places, {(e.place, e.key): e.after for e in call.effects}
-                new = each_replaced(functools.partial(replace, places=places, tensor=tensor))
+                new = Replacing(functools.partial(replace, places=places, tensor=tensor))
             place = self._place(places[effect.place])
             if place is None:
                 name = places[effect.place].name(effect.key)

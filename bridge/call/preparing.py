@@ -19,7 +19,7 @@ from ..base.errors import FloatsAreStatic, TraceError, user_line
 from ..base.user_code import is_partly_users
 from ..base.versions import weak_float
 from ..effects.bindings import Effect
-from ..effects.containers import Moved, each_replaced
+from ..effects.containers import Moved, Replacing
 from ..effects.side_effects import Watched
 from ..memory.devices import forked_child, start_jax
 from ..memory.trees import Structure, argument_name, bound_arguments, moves, to_jax_tree
@@ -233,7 +233,7 @@ def _elsewhere(effects: Sequence[Effect], before: Sequence[Place], places: Seque
             )
         return dataclasses.replace(part, place=numbers[id(place.owner)])
 
-    elsewhere = each_replaced(of)
+    elsewhere = Replacing(of)
     found = [(effect, numbers.get(id(before[effect.place].owner))) for effect in effects]
     return [dataclasses.replace(e, place=i, after=elsewhere(e.after)) for e, i in found if i is not None]
 

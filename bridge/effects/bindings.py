@@ -20,7 +20,7 @@ from ..base.errors import TraceError, user_line
 from ..memory.trees import is_leaf, join_level, split_level
 from ..record.captured import Captured
 from ..watch.places import ABSENT, ORDER, Place, read_entry, write
-from .containers import Bound, Moved, each_replaced, is_plain
+from .containers import Bound, Moved, Replacing, is_plain
 from .sources import Constant, Given, Made, Source, View, positions
 
 UNKNOWN: object = object()
@@ -53,7 +53,7 @@ Entry = tuple[Place, Any, object]  # a place, the key there, and the value
 
 def leave(effects: Sequence[Effect], places: Sequence[Place], tensor: Callable[[Source], torch.Tensor]) -> list[Entry]:
     """Write what a call leaves behind; what stood in these places before."""
-    value = each_replaced(lambda part: part.find(places) if isinstance(part, Moved) else tensor(part), join_level)
+    value = Replacing(lambda part: part.find(places) if isinstance(part, Moved) else tensor(part), join_level)
     values = [value(effect.after) for effect in effects]  # all are read before any is written
     before = entries(effects, places)
     for effect, new in zip(effects, values, strict=True):

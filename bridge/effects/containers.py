@@ -74,24 +74,26 @@ class Bound:
                 yield part
 
 
-def each_replaced(
-    of: Callable[[Source | Moved], object],
-    join: Callable[[jax.tree_util.PyTreeDef, tuple[object, ...]], object] = Bound,
-) -> Callable[[object], object]:
+class Replacing:
     """A function of what effects leave: something else for each source and what stood somewhere, put together again.
 
     A container in several places and containers is put together once.
     """
-    made: dict[int, object] = {}
 
-    def replaced(after: object) -> object:
+    def __init__(
+        self,
+        of: Callable[[Source | Moved], object],
+        join: Callable[[jax.tree_util.PyTreeDef, tuple[object, ...]], object] = Bound,
+    ) -> None:
+        self._of, self._join = of, join
+        self._made: dict[int, object] = {}
+
+    def __call__(self, after: object) -> object:
         if isinstance(after, Bound):
-            if id(after) not in made:
-                made[id(after)] = join(after.form, tuple(map(replaced, after.parts)))
-            return made[id(after)]
-        return of(after) if isinstance(after, (Moved, Source)) else after
-
-    return replaced
+            if id(after) not in self._made:
+                self._made[id(after)] = self._join(after.form, tuple(map(self, after.parts)))
+            return self._made[id(after)]
+        return self._of(after) if isinstance(after, (Moved, Source)) else after
 
 
 def part_at(after: object, path: Sequence[int]) -> object:
@@ -113,21 +115,21 @@ def is_plain(value: object) -> bool:
 def standing_in(contents: Sequence[Mapping[Any, object]], places: Sequence[Place]) -> dict[int, Moved]:
     """Where containers and objects stand before a call, by their ids: first where, of several places."""
     found: dict[int, Moved] = {}
-
-    def add(value: object, moved: Moved) -> None:
-        if not isinstance(value, (torch.Tensor, *_PLAIN)):
-            found.setdefault(id(value), moved)
-            for i, inner in enumerate(value) if isinstance(value, tuple) else ():
-                add(inner, dataclasses.replace(moved, path=(*moved.path, i)))
-
     for number, content in enumerate(contents):
         for key, value in content.items():
-            add(value, Moved(number, key))
+            _add_standing(value, Moved(number, key), found)
     for number, place in enumerate(places):
         whole = whole_of(place)
         if whole is not None:
             found.setdefault(id(whole), Moved(number, ITSELF))
     return found
+
+
+def _add_standing(value: object, moved: Moved, found: dict[int, Moved]) -> None:
+    if not isinstance(value, (torch.Tensor, *_PLAIN)):
+        found.setdefault(id(value), moved)
+        for i, inner in enumerate(value) if isinstance(value, tuple) else ():
+            _add_standing(inner, dataclasses.replace(moved, path=(*moved.path, i)), found)
 
 
 def whole_of(place: Place) -> object:
@@ -141,18 +143,16 @@ def whole_of(place: Place) -> object:
 def held_in(value: object, standing: Container[int] = ()) -> list[object]:
     """A value, and the containers and tensors in it, each once; nothing of what is in those that stood somewhere."""
     found: dict[int, object] = {}
-
-    def add(x: object) -> None:
+    rest = [value]
+    while rest:
+        x = rest.pop()
         if is_plain(x) or id(x) in found:
-            return
+            continue
         if isinstance(x, torch.Tensor):
             found[id(x)] = x
         elif id(x) not in standing and not is_leaf(x):
             found[id(x)] = x
-            for child in split_level(x)[0]:
-                add(child)
-
-    add(value)
+            rest += reversed(split_level(x)[0])
     return list(found.values())
 
 

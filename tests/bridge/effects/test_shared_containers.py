@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import gc
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -285,6 +287,27 @@ def test_in_derivatives_and_with_recompute() -> None:
     expected = run(lambda f: f)
     torch.testing.assert_close(run(lambda f: as_torch(as_jax(f))), expected)
     torch.testing.assert_close(run(lambda f: as_torch(as_jax(f), recompute=True)), expected)
+
+
+def test_what_a_call_has_kept_is_freed_when_another_replaces_it() -> None:
+    s = holder(c={"h": X})
+
+    def fun(x: Any) -> Any:
+        s.a = {"h": [x * 2]}
+        s.b = (s.a["h"], s.c)
+        return x.exp()
+
+    call, x = as_torch(as_jax(fun)), torch.ones(2, requires_grad=True)
+    gc.disable()
+    try:
+        for _ in range(3):
+            result = call(x)
+            refs = [weakref.ref(t) for t in (result.grad_fn, s.b[0][0], s.b[0][0].grad_fn)]
+            del result
+            s.a = s.b = None
+            assert [ref() for ref in refs] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_functions_of_one_call_leave_one_container() -> None:
