@@ -22,7 +22,7 @@ from .derive.functions import Original, TorchFunction
 from .derive.primitives import Arrays
 from .derive.repeating import check_second_call
 from .derive.specialised import Specialised, Tracing
-from .effects import bindings
+from .effects import bindings, sources
 from .effects.dropping import warn_of_dropped, warn_of_moving
 from .effects.running import FlatFunction, Mode, no_place_for_updates, where
 from .effects.side_effects import Generators, Watched
@@ -288,22 +288,22 @@ def _write_back(
 def _leave(made: Specialised, arrays: Arrays, outputs: Arrays, walk: Walk, outer: Call | None) -> None:
     """Put what the function leaves behind into its places; a compiled call does so each time that it runs."""
     effects, captured = made.flat.effects, made.tracing.captured
-    tensors: dict[bindings.Basic, torch.Tensor] = {}
+    tensors: dict[sources.Basic, torch.Tensor] = {}
 
-    def basic(source: bindings.Basic) -> torch.Tensor:
-        if isinstance(source, bindings.Given) and source.index >= len(arrays):
+    def basic(source: sources.Basic) -> torch.Tensor:
+        if isinstance(source, sources.Given) and source.index >= len(arrays):
             return captured[source.index - len(arrays)]
         if source not in tensors:
-            array = (arrays if isinstance(source, bindings.Given) else outputs)[source.index]
+            array = (arrays if isinstance(source, sources.Given) else outputs)[source.index]
             # The tensor may be written to, and JAX's arrays may not.
             tensors[source] = array_to_tensor(array, copy=True) if outer is None else outer.stand_in(array)
         return tensors[source]
 
     if outer is None:
-        bindings.leave(effects, walk.places, bindings.from_basic(basic))
+        bindings.leave(effects, walk.places, sources.from_basic(basic))
         return
 
-    within = bindings.each_once(
+    within = sources.each_once(
         lambda view: outer.stand_in(view.of_array(outer.tensors[id(basic(view.base))])),
         lambda constant: constant.tensor,
         basic,

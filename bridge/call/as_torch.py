@@ -12,7 +12,9 @@ import torch
 from ...jax_impl.program.trees import PyTree
 from ..base import torch_internals as ti
 from ..base.errors import TraceError, located, user_line
-from ..effects.bindings import Basic, Bound, Effect, Given, entries, from_basic, is_row, leave, span
+from ..effects.bindings import Effect, entries, is_row, leave, span
+from ..effects.containers import Bound
+from ..effects.sources import Basic, Given, from_basic
 from ..memory.trees import to_torch_tree
 from ..record.captured import Captured, is_traced_tensor, recording
 from ..watch.places import Place, path_name, remember_change

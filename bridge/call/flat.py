@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from ...jax_impl.program.trees import PyTree
 from ..base.errors import TraceError
 from ..derive.context import Call
 from ..derive.primitives import Arrays
-from ..effects.bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, restore
+from ..effects.bindings import Effect, Entry, restore
+from ..effects.containers import Moved, Replacing, part_at
+from ..effects.sources import Basic, Given, Made, Source, renumbered
 from ..memory.trees import Structure, is_array, to_jax_tree
 from ..memory.values import unusual_stride
 from ..record.nodes import History
@@ -114,31 +117,38 @@ class Root(Flat):
             return Made(made(array)) if given is None else Given(given)
 
         call.effects = []
-        values: dict[int, Bound] = {}  # a container in two places is one
         standing: dict[tuple[int, Hashable], Any] = {}  # what functions before have left
         last: Sequence[Place] | None = None
+
+        def replace(part: Source | Moved, places: Sequence[Place], tensor: Callable[[Basic], torch.Tensor]) -> object:
+            if not isinstance(part, Moved):
+                return renumbered(part, lambda source: number(tensor(source)))
+            at = self._place(places[part.place])
+            if at is None:
+                raise TraceError(
+                    f"the function puts {part.name(places)} into another place, where the call does not see it: "
+                    "another function of the call has made what it stands in. Make both in one function."
+                )
+            moved = dataclasses.replace(part, place=at)
+            left = standing.get((moved.place, moved.key), moved)
+            return moved if left is moved else part_at(left, part.path)
+
         for places, effect, tensor in call.left:
             if places is not last:
-                last, values, standing = places, {}, {(e.place, e.key): e.after for e in call.effects}
-            after = effect.after
-            if isinstance(after, Bound):
-                renumbered = after.renumbered(lambda source, tensor=tensor: number(tensor(source)))  # type: ignore[misc]
-                after = values.setdefault(id(after), renumbered)
-            elif isinstance(after, Moved):
-                after = Moved(self._place(places[after.place], after.key), after.key)
-                after = standing.get((after.place, after.key), after)
-            number_of_place = self._place(places[effect.place], effect.key)
-            call.effects.append(dataclasses.replace(effect, place=number_of_place, after=after))
+                last, standing = places, {(e.place, e.key): e.after for e in call.effects}
+                new = Replacing(functools.partial(replace, places=places, tensor=tensor))
+            place = self._place(places[effect.place])
+            if place is None:
+                name = places[effect.place].name(effect.key)
+                raise TraceError(f"the function writes to {name}, which the call does not see: pass it in.")
+            call.effects.append(dataclasses.replace(effect, place=place, after=new(effect.after)))
         # What was left by one function and written to by the next is among the outputs already, with its final value.
         written = [(self.position(t), value, has_history) for t, value, has_history in call.mutations]
         call.updates = [(i, value) for i, value, has_history in written if i is not None and not has_history]
         call.carried = [(i, made(value)) for i, value, has_history in written if i is not None and has_history]
 
-    def _place(self, place: Place, key: object) -> int:
-        found = next((i for i, p in enumerate(self.walk.places) if p.owner is place.owner), None)
-        if found is None:
-            raise TraceError(f"the function writes to {place.name(key)}, which the call does not see: pass it in.")
-        return found
+    def _place(self, place: Place) -> int | None:
+        return next((i for i, p in enumerate(self.walk.places) if p.owner is place.owner), None)
 
     def position(self, tensor: torch.Tensor) -> int | None:
         """Which input a tensor is."""

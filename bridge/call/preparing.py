@@ -18,6 +18,7 @@ from ..base.errors import FloatsAreStatic, TraceError, user_line, warn
 from ..base.user_code import is_partly_users
 from ..base.versions import weak_float
 from ..effects.bindings import Effect
+from ..effects.containers import Moved, Replacing
 from ..effects.side_effects import Watched
 from ..memory.devices import forked_child, start_jax
 from ..memory.trees import Structure, argument_name, bound_arguments, moves, to_jax_tree
@@ -219,8 +220,21 @@ def _check_parametrizations(walk: Walk) -> None:
 def _elsewhere(effects: Sequence[Effect], before: Sequence[Place], places: Sequence[Place]) -> list[Effect]:
     """The effects by the number of their places in another walk, which leaves out lists that a function appends to."""
     numbers = {id(place.owner): i for i, place in enumerate(places)}
+
+    def of(part: object) -> object:
+        if not isinstance(part, Moved):
+            return part
+        place = before[part.place]
+        if id(place.owner) not in numbers:
+            raise TraceError(
+                f"the function keeps what stands in {place.label or 'a list'} elsewhere, and appends to a list around "
+                "it, into which calls do not look. Keep what is moved in a place of its own too."
+            )
+        return dataclasses.replace(part, place=numbers[id(place.owner)])
+
+    elsewhere = Replacing(of)
     found = [(effect, numbers.get(id(before[effect.place].owner))) for effect in effects]
-    return [dataclasses.replace(effect, place=i) for effect, i in found if i is not None]
+    return [dataclasses.replace(e, place=i, after=elsewhere(e.after)) for e, i in found if i is not None]
 
 
 def _warn_of_many(walk: Walk) -> None:

@@ -23,7 +23,8 @@ from ..memory.dtypes import torch_dtype
 from ..memory.trees import Structure
 
 if TYPE_CHECKING:
-    from ..effects.bindings import Basic, Effect, Entry
+    from ..effects.bindings import Effect, Entry
+    from ..effects.sources import Basic
     from ..record.nodes import History
     from ..watch.places import Place
 

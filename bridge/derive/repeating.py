@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..effects import bindings
+from ..effects.containers import tensors_in
 from ..effects.running import no_place_for_exchange, no_place_for_state, no_place_for_values
-from ..effects.side_effects import Watched, constants_left, first_replaced, is_value, tensors_in
+from ..effects.side_effects import Watched, constants_left, first_replaced, is_value
 from ..record.captured import known_as_constants
 from ..watch.names import read_count
 from ..watch.places import Slot, read_entry, write

@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import torch
 
-from ..effects import bindings
+from ..effects import bindings, sources
 from ..effects.running import FlatFunction
 from ..watch.walk import Walk
 from .functions import Original
@@ -51,7 +51,7 @@ class Specialised:
     def leave(self, walk: Walk) -> list[bindings.Entry]:
         """Write what a call leaves of captured tensors and constants; what stood there before."""
         find = lambda source: self.tracing.captured[source.index - self.flat.arguments]
-        return bindings.leave(self.flat.effects, walk.places, bindings.from_basic(find))
+        return bindings.leave(self.flat.effects, walk.places, sources.from_basic(find))
 
     def adopt(self, walk: Walk) -> None:
         """Take the tensors of a function with the same key, or of this one when other tensors stand in their places."""

@@ -1,150 +1,32 @@
 """Values that a function binds in a place: each call of its program puts tensors of that call there, as torch would.
 
-A value is kept as its structure, with a source for each tensor in it. A function that is traced knows its own inputs
-and results by number; the compiled call around it has numbers of its own.
+A function that is traced knows its own inputs and results by number; the compiled call around it has its own numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
 from ..base import torch_internals as ti
 from ..base.errors import TraceError, user_line
-from ..memory.dtypes import jax_dtype
-from ..memory.trees import Structure, to_jax_tree, to_torch_tree
+from ..memory.trees import is_leaf, join_level, split_level
 from ..record.captured import Captured
 from ..watch.places import ABSENT, ORDER, Place, read_entry, write
+from .containers import Bound, Moved, Replacing, is_plain
+from .sources import Constant, Given, Made, Source, View, positions
 
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """An input, an argument or a captured tensor: the very object."""
-
-    index: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """A result: a new tensor at each call, the same object in all places and results that show it."""
-
-    index: int
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """Another tensor over the memory of an input or a result, such as ``x.detach()`` or ``x[:, -1]``."""
-
-    base: Basic
-    base_stride: tuple[int, ...]
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    is_whole: bool
-    is_detached: bool
-    is_conj: bool
-    is_neg: bool
-    which: object = dataclasses.field(default_factory=object)  # the tensor: another view of the same form is not it
-
-    def of(self, base: torch.Tensor) -> torch.Tensor:
-        """The view of a tensor."""
-        base = base.detach() if self.is_detached else base
-        if self.is_whole:
-            return base.view_as(base)
-        if base.dtype != self.dtype and base.element_size() == self.dtype.itemsize:
-            base = base.view(self.dtype)
-        elif base.dtype != self.dtype:
-            flat = base.reshape(-1)
-            if flat.is_complex():
-                base = torch.view_as_real(flat)
-            else:
-                base = torch.view_as_complex(flat.view(-1, 2)) if self.dtype.is_complex else flat.view(self.dtype)
-        view = base.as_strided(self.size, self.stride, int(base.storage_offset()) + self.offset)
-        view = view.conj() if self.is_conj else view
-        return torch._neg_view(view) if self.is_neg else view
-
-    def of_array(self, base: jax.Array) -> jax.Array:
-        """Its values, for an array."""
-        base = jax.lax.stop_gradient(base) if self.is_detached else base
-        if self.is_whole:
-            return base
-        at = self.offset + _positions(self.size, self.stride)
-        places = _positions(base.shape, self.base_stride).ravel()
-        if not np.array_equal(places, np.arange(places.size)):
-            order = np.zeros(places.max() + 1, np.int64)
-            order[places] = np.arange(places.size)
-            at = order[at]
-        flat, dtype = jnp.ravel(base), jax_dtype(self.dtype)
-        if flat.dtype != dtype:
-            if jnp.iscomplexobj(flat):
-                flat = jnp.stack([flat.real, flat.imag], -1).ravel()
-            else:
-                flat = jax.lax.complex(flat[::2], flat[1::2]) if self.dtype.is_complex else flat.view(dtype)
-        view = flat[at]
-        view = jnp.conj(view) if self.is_conj else view
-        return -view if self.is_neg else view
-
-
-def _positions(size: Sequence[int], stride: Sequence[int]) -> np.ndarray:
-    """Where in memory the elements of a tensor lie."""
-    steps = (np.arange(n) * step for n, step in zip(size, stride, strict=True))
-    return np.broadcast_to(sum(np.ix_(*steps)) if size else np.zeros((), np.int64), tuple(size))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Constant:
-    """What depends on no input: a copy at each call."""
-
-    tensor: torch.Tensor
-
-
-Basic = Given | Made
-Source = Basic | View | Constant
 UNKNOWN: object = object()
 
 
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """What stood in a place when the call began: a list, a module, a function that the call puts into another one."""
-
-    place: int
-    key: object
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Bound:
-    """A value with tensors in it."""
-
-    structure: Structure
-    tensors: tuple[Source, ...]
-
-    def build(self, tensor: Callable[[Source], torch.Tensor]) -> object:
-        """The value of a call, with the tensors that belong to the sources there."""
-        return to_torch_tree(self.structure.join(map(tensor, self.tensors)))
-
-    @property
-    def bases(self) -> list[Basic]:
-        """The inputs and results that the value is made of."""
-        bases = (source.base if isinstance(source, View) else source for source in self.tensors)
-        return [base for base in bases if not isinstance(base, Constant)]
-
-    def renumbered(self, number: Callable[[Basic], Basic]) -> Bound:
-        """The same with the numbers of the call around."""
-
-        def renumber(source: Source) -> Source:
-            if isinstance(source, View):
-                return dataclasses.replace(source, base=number(source.base))
-            return source if isinstance(source, Constant) else number(source)
-
-        return Bound(self.structure, tuple(map(renumber, self.tensors)))
+_BY_NAME = (type, types.ModuleType, types.BuiltinFunctionType)  # the same for all calls with one key
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,29 +37,6 @@ class Effect:
     key: object
     before: object  # UNKNOWN if it was no plain value: caches keep this
     after: object
-
-
-def from_basic(tensor: Callable[[Basic], torch.Tensor]) -> Callable[[Source], torch.Tensor]:
-    """The tensors of all sources, for those of the inputs and results."""
-    return each_once(lambda view: view.of(tensor(view.base)), lambda constant: constant.tensor.clone(), tensor)
-
-
-def each_once(
-    of_view: Callable[[View], torch.Tensor],
-    of_constant: Callable[[Constant], torch.Tensor],
-    basic: Callable[[Basic], torch.Tensor],
-) -> Callable[[Source], torch.Tensor]:
-    """The tensors of all sources: one that a function keeps in several places is one in each call."""
-    made: dict[View | Constant, torch.Tensor] = {}
-
-    def find(source: Source) -> torch.Tensor:
-        if isinstance(source, Given | Made):
-            return basic(source)
-        if source not in made:
-            made[source] = of_view(source) if isinstance(source, View) else of_constant(source)
-        return made[source]
-
-    return find
 
 
 def put(tensor: torch.Tensor, value: torch.Tensor, moves: bool) -> None:
@@ -194,15 +53,11 @@ Entry = tuple[Place, Any, object]  # a place, the key there, and the value
 
 def leave(effects: Sequence[Effect], places: Sequence[Place], tensor: Callable[[Source], torch.Tensor]) -> list[Entry]:
     """Write what a call leaves behind; what stood in these places before."""
-    values: dict[int, object] = {}
-    for after in (effect.after for effect in effects):  # all are read before any is written
-        if isinstance(after, Bound) and id(after) not in values:  # a container in two places is one
-            values[id(after)] = after.build(tensor)
-        elif isinstance(after, Moved):
-            values[id(after)] = read_entry(places[after.place], after.key)
+    value = Replacing(lambda part: part.find(places) if isinstance(part, Moved) else tensor(part), join_level)
+    values = [value(effect.after) for effect in effects]  # all are read before any is written
     before = entries(effects, places)
-    for effect in effects:
-        write(places[effect.place], effect.key, values.get(id(effect.after), effect.after))
+    for effect, new in zip(effects, values, strict=True):
+        write(places[effect.place], effect.key, new)
     return before
 
 
@@ -239,6 +94,9 @@ def as_before(before: Sequence[Entry]) -> Iterator[None]:
             owner.extend(content)
 
 
+_UNFINISHED = Bound(jax.tree.structure(()), ())  # of a container whose content is being bound
+
+
 class Results:
     """The tensors that a recorded function gives: those that it returns, then those that it leaves behind.
 
@@ -252,21 +110,42 @@ class Results:
         self.tensors: list[Any] = list(returned)
         self._arguments, self._captured, self._once = list(arguments), captured, once
         self._kept: list[torch.Tensor] = []
+        self._standing: Mapping[int, Moved] = {}
         self._values: dict[int, tuple[object, Bound | None]] = {}  # the value keeps its id from being given away
         self._sources: dict[int, tuple[torch.Tensor, Source | None]] = {}
 
     def bind(self, value: object, name: str) -> Bound | None:
         """A value with tensors in it, as each call has to make it; None if it is different for each example."""
         if id(value) not in self._values:
-            tensors, structure = Structure.split(to_jax_tree(value), lambda leaf: isinstance(leaf, torch.Tensor))
+            self._values[id(value)] = value, _UNFINISHED
+            children, form = split_level(value)
+            parts = [self._part(child, name) for child in children]
+            is_known = not any(part is UNKNOWN for part in parts)
+            self._values[id(value)] = value, Bound(form, tuple(parts)) if is_known else None
+        bound = self._values[id(value)][1]
+        if bound is _UNFINISHED:
+            raise TraceError(
+                f"{user_line()}: the traced function assigns to {name} a new container that holds itself, which no "
+                "call could make again. Make it before the call, or keep its parts apart."
+            )
+        return bound
+
+    def _part(self, value: object, name: str) -> object:
+        """What a container holds: a source, a value that is bound itself, what stood somewhere, or what stays."""
+        if isinstance(value, torch.Tensor):
             with torch._C.DisableTorchFunction():
-                for t in tensors:
-                    if id(t) not in self._sources:
-                        self._sources[id(t)] = t, self._source(t, name)
-                sources = [self._sources[id(t)][1] for t in tensors]
-            present = tuple(s for s in sources if s is not None)
-            self._values[id(value)] = value, Bound(structure, present) if len(present) == len(sources) else None
-        return self._values[id(value)][1]
+                if id(value) not in self._sources:
+                    self._sources[id(value)] = value, self._source(value, name)
+                source = self._sources[id(value)][1]
+            return UNKNOWN if source is None else source
+        if is_plain(value) or isinstance(value, _BY_NAME):
+            return value
+        if id(value) in self._standing:
+            return self._standing[id(value)]
+        if is_leaf(value):
+            return value
+        bound = self.bind(value, name)
+        return UNKNOWN if bound is None else bound
 
     def depend_on(self, sources: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
         """Whether what the function returns, or one of the tensors, depends on one of the sources."""
@@ -296,8 +175,12 @@ class Results:
             return None if constant is None else Constant(constant)
         return self._made(tensor, name)
 
-    def expect(self, values: Iterable[torch.Tensor]) -> None:
-        """Take note of all tensors that are about to be bound: some may be views of others, or of one that is not."""
+    def expect(self, values: Iterable[torch.Tensor], standing: Mapping[int, Moved]) -> None:
+        """Take note of all tensors that are about to be bound: some may be views of others, or of one that is not.
+
+        And of what stood somewhere before, by its id: where it is put into a container, it stays the same one.
+        """
+        self._standing = standing
         self._kept = list({id(t): t for t in map(unwrapped, values)}.values())
 
     def _made(self, tensor: torch.Tensor, name: str) -> Source:
@@ -409,7 +292,7 @@ def _shows(other: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def _different_positions(tensor: torch.Tensor) -> np.ndarray:
     stride = tuple(tensor.stride())
-    return _positions([n if step else 1 for n, step in zip(tensor.shape, stride, strict=True)], stride)
+    return positions([n if step else 1 for n, step in zip(tensor.shape, stride, strict=True)], stride)
 
 
 def _view(tensor: torch.Tensor, other: torch.Tensor, base: Given | Made) -> View:

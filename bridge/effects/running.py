@@ -22,9 +22,11 @@ from ..watch.names import HISTORY, remember_read
 from ..watch.places import read_entry, write
 from ..watch.walk import Walk
 from ..watch.watching import watching, watching_fields
-from .bindings import UNKNOWN, Bound, Effect, Made, Results, View, unwrapped, whole
+from .bindings import UNKNOWN, Effect, Results, unwrapped, whole
+from .containers import Bound
 from .escapes import opening, traced_tensor_in
-from .side_effects import ArgumentContainers, Scratch, Watched, tensors_in
+from .side_effects import ArgumentContainers, Scratch, Watched
+from .sources import Made, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +134,8 @@ class FlatFunction:
         left: dict[int, torch.Tensor | None] = {}
         bound = [(e, e.after) for e in self.effects if isinstance(e.after, Bound)]
         for effect, after in bound:
-            found = tensors_in(read_entry(watched.places[effect.place], effect.key))
-            for source, tensor in zip(after.tensors, map(unwrapped, found), strict=True):
+            found = read_entry(watched.places[effect.place], effect.key)
+            for source, tensor in ((source, unwrapped(t)) for source, t in after.tensors(found)):
                 if isinstance(source, Made):
                     left[source.index] = tensor
                 elif isinstance(source, View) and isinstance(source.base, Made):

@@ -34,10 +34,10 @@ from ..watch.keys import empty_cache
 from ..watch.places import ABSENT, ORDER, WRITTEN, Place, path_name, put_in_order, read, read_entry, write
 from ..watch.uses import is_named, uses
 from ..watch.walk import Walk
-from .bindings import UNKNOWN, Bound, Constant, Effect, Entry, Moved, Results
+from .bindings import UNKNOWN, Effect, Entry, Results
+from .containers import Bound, Moved, is_plain, made_anew, standing_in, tensors_in
 from .escapes import traced_tensor_in
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+from .sources import Constant, Source
 
 
 class Scratch(NamedTuple):
@@ -167,44 +167,61 @@ class Watched:
         """
         effects: list[Effect] = []
         scratch: list[Scratch] = []
+        kept: list[tuple[object, str]] = []  # what no call makes anew, and in which place it is
+        logs: set[int] = set()
         # Lists first: an attribute that held one may be judged by what stands in it.
         changes = sorted(self._changes(), key=lambda change: not self.places[change[0]].is_sequence)
-        # What stood somewhere: a container or an object that is put elsewhere stays the same one.
-        standing = {
-            id(value): Moved(number, key)
-            for number, content in (enumerate(self._before) if changes else ())
-            for key, value in content.items()
-            if not isinstance(value, (torch.Tensor, *_PLAIN))
-        }
-        results.expect(t for _, _, _, new in changes for t in tensors_in(new))
+        standing = standing_in(self._before, self.places) if changes else {}
+        results.expect((t for _, _, _, new in changes for t in tensors_in(new)), standing)
         orders = list(self._orders())
-        growing = {number for number, _, old, new in changes if old is ABSENT and tensors_in(new)}
+        made = made_anew((new for _, _, _, new in changes), standing)
+        growing = {number for number, _, old, new in changes if old is ABSENT and id(new) in made}
         for number, key, old, new in changes:
             place = self.places[number]
             is_mirror = _is_mirror(old, new, place) and not (place.is_library and self._is_users(place, key, new))
             is_appended = place.is_sequence and old is ABSENT
-            before = old if old is ABSENT or _is_plain(old) else UNKNOWN
-            if id(new) in standing and not (tensors_in(new) and is_mirror):
+            before = old if old is ABSENT or is_plain(old) else UNKNOWN
+            if id(new) in standing and not (id(new) in made and is_mirror):
                 effects.append(Effect(number, key, UNKNOWN, standing[id(new)]))
-            elif tensors_in(new):
+            elif id(new) in made:
                 if not is_mirror:
                     bound = results.bind(new, place.name(key))
                     if bound is None:
                         scratch.append(_scratch(place, key, old, new, results))
                     else:
                         effects.append(Effect(number, key, before, bound))
-            elif new is ABSENT or (_is_plain(new) and not (is_appended and number not in growing)):
+                        kept += (
+                            (value, place.name(key))
+                            for value in bound.leaves()
+                            if not isinstance(value, (Moved, Source))
+                        )
+            elif new is ABSENT or (is_plain(new) and not (is_appended and number not in growing)):
                 effects.append(Effect(number, key, before, new))
             else:
-                _check_holds_no_trace(new, place.name(key))
+                kept.append((new, place.name(key)))
                 # What a library keeps for itself is made again.
-                if first and (_is_plain(new) or not place.is_library or self._is_users(place, key, new)):
+                if first and (is_plain(new) or not place.is_library or self._is_users(place, key, new)):
+                    logs |= {number} if is_appended else set()
                     continue
             write(place, key, old)
         for number, before, after in orders:
             effects.append(Effect(number, ORDER, before, after))
             write(self.places[number], ORDER, before)
+        self._check_logs(effects, logs)
+        for value, name in kept:  # now that objects from before the call hold what they held
+            _check_holds_no_trace(value, name)
         return effects, scratch
+
+    def _check_logs(self, effects: Sequence[Effect], logs: set[int]) -> None:
+        """Refuse to keep what stands in a list that grows once for each trace: no key holds what it is."""
+        for e in effects:
+            for part in e.after.leaves() if isinstance(e.after, Bound) else (e.after,):
+                if isinstance(part, Moved) and part.place in logs:
+                    raise TraceError(
+                        f"{user_line()}: the function appends to {self.places[part.place].label} and puts what it "
+                        f"finds there into {self.places[e.place].name(e.key)}, but calls do not look into a list that "
+                        "grows with each of them. Keep what is moved in a place of its own too."
+                    )
 
     def _is_users(self, place: Place, key: object, new: object) -> bool:
         """Whether the user's code puts a value into an object of a library."""
@@ -217,7 +234,7 @@ class Watched:
             if after and [*after] != [*(k for k in before if k in after), *(k for k in after if k not in before)]:
                 yield number, tuple(before), tuple(after)
 
-    def _changes(self) -> Iterator[tuple[int, object, object, object]]:
+    def _changes(self) -> Iterator[tuple[int, Any, object, object]]:
         for number, (place, before) in enumerate(zip(self.places, self._before, strict=True)):
             after = read(place)
             keys = [*before, *(k for k in after if k not in before)]
@@ -226,13 +243,6 @@ class Watched:
                 old, new = before.get(key, ABSENT), after.get(key, ABSENT)
                 if old is not new and not _is_same(old, new):
                     yield number, key, old, new
-
-
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors in a value that is about to be bound."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [] if value is ABSENT or _is_plain(value) else _split(value)[0]
 
 
 def _split(value: object) -> tuple[list[torch.Tensor], Structure]:
@@ -245,7 +255,7 @@ def constants_left(effects: Sequence[Effect], places: Sequence[Place]) -> list[t
         tensor
         for e in effects
         if isinstance(e.after, Bound)
-        for source, tensor in zip(e.after.tensors, tensors_in(read_entry(places[e.place], e.key)), strict=True)
+        for source, tensor in e.after.tensors(read_entry(places[e.place], e.key))
         if isinstance(source, Constant)
     ]
 
@@ -261,7 +271,7 @@ def first_replaced(before: Sequence[Entry], constants: Sequence[torch.Tensor]) -
 
     for place, key, old in before:
         new = read_entry(place, key)
-        if old is new or ((new is ABSENT or _is_plain(new)) and not tensors_in(old)):
+        if old is new or ((new is ABSENT or is_plain(new)) and not tensors_in(old)):
             continue
         (olds, form), (news, new_form) = _split(old), _split(new)
         if form != new_form or not all(map(same, olds, news)):
@@ -301,15 +311,9 @@ def is_value(after: object) -> bool:
     return not isinstance(after, (Bound, Moved))
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
-
-
 def _is_same(old: object, new: object) -> bool:
     """Whether plain values are the same, 0.0 and -0.0 told apart, and 1 and True in tuples."""
-    return _is_plain(old) and type(old) is type(new) and bool(old == new) and repr(old) == repr(new)
+    return is_plain(old) and type(old) is type(new) and bool(old == new) and repr(old) == repr(new)
 
 
 class ArgumentContainers:

@@ -93,8 +93,11 @@ jax.tree_util.register_pytree_with_keys(
 _JAX_NODES = (list, tuple, type(None), collections.OrderedDict, Dict, Rows, _Container)
 
 
-def to_jax_tree(tree: PyTree, leaf: Callable[[Any], object] = lambda x: x) -> PyTree:
-    """The same tree with containers that JAX can flatten and rebuild, ``leaf`` applied to the leaves."""
+def to_jax_tree(tree: PyTree, leaf: Callable[[Any], object] = lambda x: x, is_deep: bool = True) -> PyTree:
+    """The same tree with containers that JAX can flatten and rebuild, ``leaf`` applied to the leaves.
+
+    If not ``is_deep``, what the outermost container holds counts as leaves.
+    """
 
     def convert(x: PyTree) -> PyTree:
         kind = type(x)
@@ -106,19 +109,20 @@ def to_jax_tree(tree: PyTree, leaf: Callable[[Any], object] = lambda x: x) -> Py
                 "padded tensor and the lengths (torch.nn.utils.rnn.pad_packed_sequence), and mask by the lengths."
             )
         if kind is dict:
-            return Dict({k: convert(v) for k, v in x.items()})
+            return Dict({k: inner(v) for k, v in x.items()})
         if kind in torch_pytree.SUPPORTED_NODES and kind not in _JAX_NODES:  # the exact type: subclasses differ
             children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(x)
-            return _Container([convert(c) for c in children], _Build(kind, context))
+            return _Container([inner(c) for c in children], _Build(kind, context))
         one_level = _one_level(x)
         if one_level is not None:
             children, build = one_level
-            return build([convert(c) for c in children])
+            return build([inner(c) for c in children])
         if dataclasses.is_dataclass(x) and not isinstance(x, type) and _holds_tensor(x):
             fields = tuple(f.name for f in dataclasses.fields(x))
-            return container(x, [convert(getattr(x, f)) for f in fields], fields)
+            return container(x, [inner(getattr(x, f)) for f in fields], fields)
         return leaf(x)
 
+    inner = convert if is_deep else leaf
     return convert(tree)
 
 
@@ -142,6 +146,33 @@ def to_torch_tree(tree: PyTree, leaf: Callable[[Any], object] = lambda x: x) -> 
         return leaf(x)
 
     return convert(tree)
+
+
+class _Child:
+    """A leaf, whatever it holds."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def split_level(x: object) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
+    """What a container holds, and its form; of a leaf, the leaf."""
+    children, form = flatten(to_jax_tree(x, _Child, is_deep=False))
+    return [child.value for child in children], form
+
+
+def join_level(form: jax.tree_util.PyTreeDef, children: Iterable[object]) -> PyTree:
+    """A container of a form, as torch has it."""
+    made = form.unflatten(children)
+    if type(made) is Dict:
+        return dict(made)
+    return made.build(made.children) if type(made) is _Container else made
+
+
+def is_leaf(x: object) -> bool:
+    """Whether a value is no container that could be put together again."""
+    form = split_level(x)[1]
+    return bool(jax.tree_util.treedef_is_leaf(form) and form.num_leaves == 1)
 
 
 def without_rows(tree: PyTree) -> tuple[PyTree, jax.Array | int | None]:

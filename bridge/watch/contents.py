@@ -25,7 +25,7 @@ from . import locks
 from .flags import asked_by_function
 from .keys import Cached, Same, of_bytes, of_elements, of_plain
 from .names import EVERY_METHOD, HISTORY, slots_of, strings_in
-from .places import WRITTEN, Path, Place, Slot, path_name
+from .places import WRITTEN, Path, Place, Slot, path_name, weakly
 from .watching import is_clock
 
 PLAIN = (
@@ -226,7 +226,8 @@ class Contents:
         fields = getattr(x, "__dict__", None)
         slots = slots_of(kind_of(x))
         if isinstance(fields, dict):
-            self.found_places.append(Place(fields, type(x).__name__, None, True, not is_partly_users(kind_of(x))))
+            is_library = not is_partly_users(kind_of(x))
+            self.found_places.append(Place(fields, type(x).__name__, None, True, is_library, weakly(x)))
         elif not isinstance(x, (types.FrameType, types.CodeType, types.TracebackType)):
             slots = frozenset()
             fields = dict(enumerate(gc.get_referents(x)))  # all that Python tells of an object that is written in C

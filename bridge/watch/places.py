@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import contextvars
 import types
-from collections.abc import Collection, Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class Place(NamedTuple):
     names: frozenset[str] | None = None  # only these keys are the function's business
     is_attributes: bool = False
     is_library: bool = False
+    of: Callable[[], Any] | None = None  # gives the object whose attributes these are, while it is there
 
     @property
     def is_sequence(self) -> bool:
@@ -59,6 +61,14 @@ class Place(NamedTuple):
         return f"{self.label}[{key!r}]"
 
 
+def weakly(x: object) -> Callable[[], Any]:
+    """What gives an object as long as it is there, without keeping it where someone may ask whether it still is."""
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: x
+
+
 def path_name(path: Path) -> str:
     """``model.1.running_mean``."""
     parts: list[str] = []
@@ -72,7 +82,7 @@ def places_of_module(m: torch.nn.Module) -> list[Place]:
     """Where a module keeps its attributes, parameters and buffers."""
     cls: type = type(m)
     kept = (m.__dict__, *(m.__dict__[name] for name in ("_parameters", "_buffers", "_modules")))
-    return [Place(fields, cls.__name__, None, True, not is_users(cls)) for fields in kept]
+    return [Place(fields, cls.__name__, None, True, not is_users(cls), weakly(m)) for fields in kept]
 
 
 def read(place: Place) -> dict[Any, object]:

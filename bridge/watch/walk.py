@@ -45,7 +45,7 @@ from .names import (
     names_read_by,
     slots_of,
 )
-from .places import Path, Place, change_count, path_name, places_of_module
+from .places import Path, Place, change_count, path_name, places_of_module, weakly
 from .watching import FROZEN, is_clock, may_read_clocks
 
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
@@ -350,11 +350,11 @@ class Walk(Contents):
         names, outer = self.names | names_of_libraries(cls), self.names
         self.names = names
         if isinstance(fields, dict):
-            self.found_places.append(Place(fields, cls.__name__, None, True))
+            self.found_places.append(Place(fields, cls.__name__, None, True, of=weakly(x)))
             self.visit_fields(fields, x, path)
         slots = slots_of(cls) if UNSEEN & names else names & slots_of(cls)
         if slots:
-            self.found_places.append(Place(x, cls.__name__, slots, True))
+            self.found_places.append(Place(x, cls.__name__, slots, True, of=weakly(x)))
         for name in sorted(slots):
             if hasattr(x, name):
                 self.parts.append(name)
