@@ -110,7 +110,7 @@ class Results:
         self.tensors: list[Any] = list(returned)
         self._arguments, self._captured, self._once = list(arguments), captured, once
         self._kept: list[torch.Tensor] = []
-        self._standing: Mapping[int, Moved] = {}
+        self._standing: Mapping[int, object] = {}
         self._values: dict[int, tuple[object, Bound | None]] = {}  # the value keeps its id from being given away
         self._sources: dict[int, tuple[torch.Tensor, Source | None]] = {}
 
@@ -175,7 +175,7 @@ class Results:
             return None if constant is None else Constant(constant)
         return self._made(tensor, name)
 
-    def expect(self, values: Iterable[torch.Tensor], standing: Mapping[int, Moved]) -> None:
+    def expect(self, values: Iterable[torch.Tensor], standing: Mapping[int, object]) -> None:
         """Take note of all tensors that are about to be bound: some may be views of others, or of one that is not.
 
         And of what stood somewhere before, by its id: where it is put into a container, it stays the same one.

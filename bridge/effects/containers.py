@@ -161,7 +161,7 @@ def tensors_in(value: object) -> list[torch.Tensor]:
     return [x for x in held_in(value) if isinstance(x, torch.Tensor)]
 
 
-def made_anew(values: Iterable[object], standing: Mapping[int, Moved]) -> set[int]:
+def made_anew(values: Iterable[object], standing: Mapping[int, object]) -> set[int]:
     """The ids of the values that each call makes: those with tensors, and those that share a container with such."""
     values = [value for value in values if value is not ABSENT and not is_plain(value)]
     containers = {id(v): {id(x) for x in held_in(v, standing) if not isinstance(x, torch.Tensor)} for v in values}

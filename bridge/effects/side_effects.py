@@ -18,8 +18,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -35,9 +35,12 @@ from ..watch.places import ABSENT, ORDER, WRITTEN, Place, path_name, put_in_orde
 from ..watch.uses import is_named, uses
 from ..watch.walk import Walk
 from .bindings import UNKNOWN, Effect, Entry, Results
-from .containers import Bound, Moved, is_plain, made_anew, standing_in, tensors_in
+from .containers import Bound, Moved, is_plain, made_anew, part_at, standing_in, tensors_in
 from .escapes import traced_tensor_in
 from .sources import Constant, Source
+
+
+Change: TypeAlias = tuple[int, object, object, object]  # a place by number, the key there, what stood and what stands
 
 
 class Scratch(NamedTuple):
@@ -171,17 +174,23 @@ class Watched:
         logs: set[int] = set()
         # Lists first: an attribute that held one may be judged by what stands in it.
         changes = sorted(self._changes(), key=lambda change: not self.places[change[0]].is_sequence)
-        standing = standing_in(self._before, self.places) if changes else {}
+        standing: dict[int, object] = dict(standing_in(self._before, self.places) if changes else {})
         results.expect((t for _, _, _, new in changes for t in tensors_in(new)), standing)
         orders = list(self._orders())
         made = made_anew((new for _, _, _, new in changes), standing)
         growing = {number for number, _, old, new in changes if old is ABSENT and id(new) in made}
+        left = self._left_as_it_is(changes, made | standing.keys(), growing, standing)
         for number, key, old, new in changes:
             place = self.places[number]
             is_mirror = _is_mirror(old, new, place) and not (place.is_library and self._is_users(place, key, new))
             is_appended = place.is_sequence and old is ABSENT
             before = old if old is ABSENT or is_plain(old) else UNKNOWN
-            if id(new) in standing and not (id(new) in made and is_mirror):
+            if (number, key) in left:
+                kept += [] if id(new) in standing else [(new, place.name(key))]
+                if first:
+                    logs |= {number} if is_appended else set()
+                    continue
+            elif id(new) in standing and not (id(new) in made and is_mirror):
                 effects.append(Effect(number, key, UNKNOWN, standing[id(new)]))
             elif id(new) in made:
                 if not is_mirror:
@@ -195,14 +204,10 @@ class Watched:
                             for value in bound.leaves()
                             if not isinstance(value, (Moved, Source))
                         )
-            elif new is ABSENT or (is_plain(new) and not (is_appended and number not in growing)):
+            elif self._is_repeated(number, old, new, growing):
                 effects.append(Effect(number, key, before, new))
-            else:
+            else:  # what a library keeps for itself is made again
                 kept.append((new, place.name(key)))
-                # What a library keeps for itself is made again.
-                if first and (is_plain(new) or not place.is_library or self._is_users(place, key, new)):
-                    logs |= {number} if is_appended else set()
-                    continue
             write(place, key, old)
         for number, before, after in orders:
             effects.append(Effect(number, ORDER, before, after))
@@ -211,6 +216,31 @@ class Watched:
         for value, name in kept:  # now that objects from before the call hold what they held
             _check_holds_no_trace(value, name)
         return effects, scratch
+
+    def _is_repeated(self, number: int, old: object, new: object, growing: Container[int]) -> bool:
+        """Tell whether each call can write a value without tensors again: a plain one, but for what a log grows by."""
+        is_log = self.places[number].is_sequence and old is ABSENT and number not in growing
+        return new is ABSENT or (is_plain(new) and not is_log)
+
+    def _left_as_it_is(
+        self, changes: Sequence[Change], known: Container[int], growing: Container[int], standing: dict[int, object]
+    ) -> set[tuple[int, object]]:
+        """Find the changes that no call makes again, since each is traced: new objects without tensors, and logs.
+
+        What stood there before is not to be found there at the end of a call: where the function has moved it, it
+        stays too, and ``standing`` has it in the place of where it stood.
+        """
+        left = {
+            (number, key)
+            for number, key, old, new in changes
+            if id(new) not in known
+            and not self._is_repeated(number, old, new, growing)
+            and (is_plain(new) or not self.places[number].is_library or self._is_users(self.places[number], key, new))
+        }
+        while gone := {i: x for i, x in standing.items() if isinstance(x, Moved) and (x.place, x.key) in left}:
+            standing.update({i: part_at(self._before[x.place][x.key], x.path) for i, x in gone.items()})
+            left |= {(number, key) for number, key, _, new in changes if id(new) in gone}
+        return left
 
     def _check_logs(self, effects: Sequence[Effect], logs: set[int]) -> None:
         """Refuse to keep what stands in a list that grows once for each trace: no key holds what it is."""
