@@ -17,7 +17,7 @@ from jax.interpreters import ad
 from ..jax_impl.program.trees import PyTree
 from .base.errors import FloatsAreStatic, TraceError, WrittenArgument, frozen_number
 from .base.versions import enable_x64
-from .derive.context import Call, Left, current_call
+from .derive.context import Call, Left, current_call, for_every_call
 from .derive.functions import Original, TorchFunction
 from .derive.primitives import Arrays
 from .derive.repeating import check_second_call
@@ -130,7 +130,7 @@ class _Traced:
         self._made: dict[Hashable, Specialised] = {}
 
     def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], key: jax.Array | None) -> PyTree:
-        with enable_x64():
+        with enable_x64(), for_every_call():
             tree, rows = without_rows(to_jax_tree((args, kwargs), _to_array))
             leaves, structure = Structure.split(tree, moves)
             arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
@@ -282,7 +282,7 @@ def _write_back(
                 outer.moved.add(id(tensor))
             value = carried.get(position, value)
             outer.mutations.append((tensor, value, position in carried))
-            outer.tensors[id(tensor)] = value
+            outer.tensors[id(tensor)], outer.traced_for = value, object()
 
 
 def _leave(made: Specialised, arrays: Arrays, outputs: Arrays, walk: Walk, outer: Call | None) -> None:
@@ -313,6 +313,7 @@ def _leave(made: Specialised, arrays: Arrays, outputs: Arrays, walk: Walk, outer
     outer.left += [Left(places, effect, basic) for effect in effects]
     if made.flat.mode.once:  # the next function that the call runs finds what this one left
         outer.before += bindings.leave(effects, places, within)
+        outer.traced_for = object() if effects else outer.traced_for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,6 +82,9 @@ class Call:
     shape: Structure | None = None  # the structure of the results
     results: int = 0  # how many tensors the call gives, with what it leaves behind
     moving: list[bool] = dataclasses.field(default_factory=list)  # which outputs depend on a needed input
+    # What JAX has traced for the call counts until this becomes another object: when a function leaves something behind
+    # that others may read.
+    traced_for: object = dataclasses.field(default_factory=object)
 
     def enter_body(self) -> None:
         """Mark the current trace as the one that runs the function once, from start to end."""
@@ -138,6 +141,10 @@ class _Stack(threading.local):
 
 _STACK = _Stack()
 
+# A part of the key under which JAX keeps what it has traced, by the function that it was given (jit, checkpoint, cond,
+# scan). A torch function that was traced for another call may have read other things, and holds tracers of that call.
+_TRACED_FOR: Any = jax.make_user_context(None)
+
 
 def current_call() -> Call | None:
     """The innermost call that is being traced in this thread."""
@@ -146,9 +153,21 @@ def current_call() -> Call | None:
 
 @contextlib.contextmanager
 def running(call: Call) -> Iterator[Call]:
-    """Make a call the current one."""
+    """Make a call the current one, for which JAX traces anew each function that it is given."""
     _STACK.calls.append(call)
     try:
-        yield call
+        with _TRACED_FOR(call.traced_for):
+            yield call
     finally:
         _STACK.calls.pop()
+
+
+@contextlib.contextmanager
+def for_every_call() -> Iterator[None]:
+    """A scope in which JAX is given no function of the user's: what it traces there it keeps for all calls."""
+    call = current_call()
+    before = None if call is None else call.traced_for
+    with _TRACED_FOR(None):
+        yield
+    if call is not None and call.traced_for is not before:
+        _TRACED_FOR(call.traced_for).__enter__()  # ends with the scope of the call

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ...jax_impl.program.inline import stands_for
 from ..base.versions import enable_x64
-from .context import current_call
+from .context import current_call, for_every_call
 
 Arrays: TypeAlias = Sequence[jax.Array]
 Tangents: TypeAlias = Sequence[jax.Array | None]  # or cotangents; None stands for one that is not there
@@ -122,20 +122,20 @@ def _run(*arrays: jax.Array, program: Program, linear: int = 0) -> list[jax.Arra
 
 
 def _run_now(*arrays: jax.Array, program: Program, linear: int = 0) -> list[jax.Array]:
-    with enable_x64():
+    with enable_x64(), for_every_call():
         return program.compiled(*arrays)
 
 
 def _write_out(*arrays: jax.Array, program: Program, linear: int = 0) -> list[jax.Array]:
     """Compute it operation by operation: sums over examples look into it, for products that need not be computed."""
-    with enable_x64():
+    with enable_x64(), for_every_call():
         return program.run(*arrays)
 
 
 def _lowering(ctx: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.ir.Value[Any]]:
     call = current_call()
     traced = None if call is None else call.traces.get((params["program"], tuple(ctx.avals_in)))
-    with enable_x64():  # what a lowered function calls in its turn is lowered here too
+    with enable_x64(), for_every_call():  # what a lowered function calls in its turn is lowered here too
         if traced is not None:
             return mlir.lower_fun(jex.jaxpr_as_fun(traced), multiple_results=True)(ctx, *args)
         return mlir.lower_fun(_run, multiple_results=True)(ctx, *args, **params)
@@ -149,7 +149,8 @@ def _jvp(
     primals: Arrays, tangents: Sequence[Any], *, program: Program, linear: int = 0
 ) -> tuple[Arrays, list[jax.Array | ad.Zero]]:
     given = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
-    outs, moved = program.jvp(primals, given)
+    with for_every_call():
+        outs, moved = program.jvp(primals, given)
     zeros = [ad.Zero(jax.typeof(o).to_tangent_aval()) for o in outs]
     return outs, [z if t is None else t for z, t in zip(zeros, moved, strict=True)]
 
@@ -171,7 +172,8 @@ def _transpose(
     if any(ad.is_undefined_primal(r) for r in residuals):
         raise NotImplementedError("torch_linear is linear in its tangents only")
     given = [None if type(c) is ad.Zero else c for c in cotangents]
-    grads = [None] * linear if all(c is None for c in given) else program.transpose(residuals, given)
+    with for_every_call():
+        grads = [None] * linear if all(c is None for c in given) else program.transpose(residuals, given)
     zeros = [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in arrays[len(residuals) :]]
     return [None] * len(residuals) + [z if g is None else g for z, g in zip(zeros, grads, strict=True)]
 

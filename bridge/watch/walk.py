@@ -241,6 +241,8 @@ class Walk(Contents):
                 if has_been_filled(x):
                     self.parts.append(Same(x))
             self.visit(x.__wrapped__, path)
+            if isinstance(x, (jax.custom_vjp, jax.custom_jvp)):  # its rules may run torch functions of their own
+                self.visit([getattr(x, rule, None) for rule in ("fwd", "bwd", "jvp")], path)
         elif isinstance(x, contextvars.ContextVar):
             self.found_places.append(Place(x, path_name(path)))
             self.visit(x.get(None), path)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -860,6 +861,198 @@ def test_two_functions_with_the_same_code_and_other_captures() -> None:
     for n in (2.0, 3.0, torch.tensor(4.0), torch.tensor(5.0), 2.0):
         _same(lift(jax.grad)(scaled(n))(X), torch.ones(3) * n)
         _same(lift(lambda f, x: jax.grad(f)(x))(scaled(n), X), torch.ones(3) * n)
+
+
+# JAX keeps what it traced by the function that it was given: a torch function is traced anew where something changed
+
+
+Way = Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def _by_its_backward_pass(f: Any) -> Any:
+    g = jax.custom_vjp(jnp.sin)
+    g.defvjp(lambda x: (g(x), None), lambda _, t: (jax.jit(f)(t),))
+    return jax.grad(lambda x: g(x).sum())
+
+
+def _by_its_forward_pass(f: Any) -> Any:
+    g = jax.custom_jvp(jnp.sin)
+    g.defjvp(lambda x, t: (g(*x), f(jnp.ones_like(*x)) * t[0]))
+    return jax.grad(lambda x: g(x).sum())
+
+
+def _torch_grad(f: Any) -> Any:
+    def grad(x: torch.Tensor) -> torch.Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        return torch.autograd.grad(f(x).sum(), x, create_graph=True)[0]
+
+    return grad
+
+
+# In JAX, and in torch.
+KEPT: dict[str, tuple[Way, Way]] = {
+    "jit": (lift(jax.jit), lambda f: f),
+    "checkpoint": (lift(jax.checkpoint), lambda f: f),
+    "cond": (lift(lambda f: lambda x: jax.lax.cond(x.sum() < 99, f, f, x)), lambda f: f),
+    "switch": (lift(lambda f: lambda x: jax.lax.switch(1, [f, f, f], x)), lambda f: f),
+    "scan": (
+        lambda f: lift(lambda step: lambda x: jax.lax.scan(step, x, None, length=2)[0])(lambda x, _: (f(x), None)),
+        lambda f: lambda x: f(f(x)),
+    ),
+    "vmap of a jit": (
+        lambda f: lambda x: lift(lambda f: jax.vmap(jax.jit(f)))(f)(x[None])[0],
+        lambda f: f,
+    ),
+    "grad of a checkpoint": (
+        lambda f: lift(lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).sum()))(f),
+        _torch_grad,
+    ),
+    "jit in a backward pass": (lift(_by_its_backward_pass), lambda f: lambda x: f(torch.ones_like(x))),
+    "jit of the user's": (lambda f: as_torch(jax.jit(as_jax(f))), lambda f: f),
+    "checkpoint of the user's": (
+        lambda f: (lambda traced: as_torch(lambda x: jax.checkpoint(traced)(x) + jax.jit(traced)(x)))(as_jax(f)),
+        lambda f: lambda x: 2 * f(x),
+    ),
+    "data at once": (lambda f: lambda x: lift(lambda f, x: jax.jit(f)(x))(f, x), lambda f: f),
+}
+
+
+class _Switching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).tanh() * (2 if self.training else 3)
+
+
+Steps = tuple[Callable[[torch.Tensor], torch.Tensor], list[Callable[[], Any]]]
+
+
+def _changing() -> dict[str, Steps]:
+    at = types.SimpleNamespace(n=1.0, w=_leaf(W), more=None, act=torch.sin, name="w", v=_leaf(W + 1))
+    put = lambda **fields: lambda: vars(at).update(fields)
+    module = _Switching()
+
+    def grows(x: torch.Tensor) -> torch.Tensor:
+        return x * at.w if at.more is None else x * at.w + at.more
+
+    return {
+        "a number": (lambda x: (x * x * at.w).tanh() * at.n, [put(n=2.0), put(n=5.0), put(n=1.0)]),
+        "a mode": (module, [module.eval, module.train]),
+        "a tensor of another shape": (lambda x: (x * at.w).tanh() * x, [put(w=_leaf(W[:1])), put(w=_leaf(W.sum()))]),
+        "a tensor of the same shape": (lambda x: (x * at.w).tanh() * x, [put(w=_leaf(W * 2)), put(w=_leaf(W))]),
+        "one tensor more": (grows, [put(more=_leaf(X * 3)), put(more=None)]),
+        "a function": (lambda x: at.act(x * at.w), [put(act=torch.cos), put(act=lambda x: x * at.v)]),
+        "a name put together": (
+            lambda x: (x * getattr(at, at.name)).sin() * at.n,
+            [put(name="v"), put(name="w"), put(n=3.0)],
+        ),
+        "where autograd goes": (lambda x: (x * at.w).sin(), [lambda: at.w.requires_grad_(False), put(w=_leaf(W))]),
+    }
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def _captured_by(fun: Any) -> list[torch.Tensor]:
+    if isinstance(fun, nn.Module):
+        return list(fun.parameters())
+    found = [c.cell_contents for c in fun.__closure__ if isinstance(c.cell_contents, types.SimpleNamespace)]
+    return [t for at in found for t in (at.w, at.v, at.more) if t is not None and t.requires_grad]
+
+
+_SLOW_KEPT = ("switch", "checkpoint of the user's", "data at once", "vmap of a jit")
+
+
+@pytest.mark.parametrize("change", _changing())
+@pytest.mark.parametrize("name", marked(KEPT, slow=_SLOW_KEPT))
+def test_what_jax_keeps_of_a_function_is_read_again_where_it_changes(name: str, change: str) -> None:
+    fun, steps = _changing()[change]
+    ours, eager = (way(fun) for way in KEPT[name])
+    for step in (lambda: None, *steps):
+        step()
+        for x in (_leaf(X), _leaf(X + 1)):
+            got, expected = ours(x), eager(x)
+            torch.testing.assert_close(got, expected)
+            wanted = [x, *_captured_by(fun)]
+            sums = [y.sum() + 0 * x.sum() for y in (got, expected)]  # which depends on x in any case
+            grads = [torch.autograd.grad(y, wanted, materialize_grads=True) for y in sums]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", marked(KEPT, slow=_SLOW_KEPT))
+def test_what_jax_keeps_of_a_function_is_not_traced_at_each_call(name: str) -> None:
+    at = types.SimpleNamespace(n=1.0)
+    ours = KEPT[name][0](lambda x: (bodies.append(1), x.sin() * at.n)[1])
+    for at.n in (1.0, 2.0):
+        ours(X)
+    first = len(bodies)
+    for _ in range(3):
+        ours(X)
+        ours(X + 1)
+    assert len(bodies) == first
+
+
+@pytest.mark.parametrize("between", [lambda x: x * 0, torch.sin], ids=["zeros", "sin"])
+def test_what_jax_keeps_of_a_function_is_read_again_after_a_function_that_leaves_something(between: Any) -> None:
+    """Within one call too: what JAX has traced before is another function."""
+
+    def made() -> tuple[types.SimpleNamespace, Any, Any]:
+        at = types.SimpleNamespace(n=1.0, kept=W, buffer=torch.ones(3))
+
+        def leaves(x: torch.Tensor) -> torch.Tensor:
+            at.n, at.kept = at.n + 1, x * 3
+            at.buffer.add_(x)
+            return between(x)
+
+        return at, lambda x: x * at.n + at.kept * at.buffer, leaves
+
+    def run(fun: Any, leaves: Any) -> Any:
+        return lambda x: fun(x) + leaves(x) + fun(x) * 10 + leaves(x) + fun(x) * 100
+
+    at, fun, leaves = made()
+    ours = lift(lambda f, g: run(jax.jit(f), g))(fun, leaves)
+    eager_at, *eager = made()
+    for _ in range(3):
+        torch.testing.assert_close(ours(X), run(*eager)(X))
+        for name in ("n", "kept", "buffer"):
+            torch.testing.assert_close(getattr(at, name), getattr(eager_at, name))
+
+
+def test_what_one_program_traced_is_nothing_to_another() -> None:
+    kept, v = jax.jit(as_jax(lambda x: x * W.sum() + v)), _leaf(X)
+    for call, factor in (
+        (as_torch(kept), 1),
+        (as_torch(lambda x: kept(x) * 2), 2),
+        (as_torch(kept, recompute=True), 1),
+    ):
+        got = call(X)
+        torch.testing.assert_close(got, (X * W.sum() + v) * factor)
+        torch.testing.assert_close(torch.autograd.grad(got.sum(), v)[0], torch.full((3,), float(factor)))
+
+
+@pytest.mark.parametrize("name", ["custom_vjp", "custom_jvp"])
+def test_derivatives_of_ones_own_are_told_apart_by_the_functions_in_them(name: str) -> None:
+    for f in (torch.sin, torch.cos, lambda x: x * 2, lambda x: x * 3):
+        _same(lift(_by_its_backward_pass if name == "custom_vjp" else _by_its_forward_pass)(f)(X), f(torch.ones(3)))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a draw": (lambda at: lambda x: x + torch.rand(3) * at.n, "draws random numbers"),
+    "a buffer": (lambda at: lambda x: x + at.buffer.add_(at.n), "updated in place"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_within_a_jit_is_refused_again(name: str) -> None:
+    at = types.SimpleNamespace(n=0.0, buffer=torch.zeros(3))
+    make, words = REFUSED[name]
+    ours = lift(jax.jit)(make(at))
+    for at.n in (0.0, 1.0, 1.0):
+        with pytest.raises(TypeError, match=words):
+            ours(X)
 
 
 # Mistakes
