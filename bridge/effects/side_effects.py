@@ -39,7 +39,6 @@ from .containers import Bound, Moved, is_plain, made_anew, part_at, standing_in,
 from .escapes import traced_tensor_in
 from .sources import Constant, Source
 
-
 Change: TypeAlias = tuple[int, object, object, object]  # a place by number, the key there, what stood and what stands
 
 

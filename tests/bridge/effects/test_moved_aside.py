@@ -142,5 +142,5 @@ def test_with_gradients_too() -> None:
 
 def test_in_slices_it_is_refused() -> None:
     s = _state()
-    with pytest.raises(TypeError, match="test_moved_aside.py"):
+    with pytest.raises(TypeError, match=r"test_moved_aside\.py"):
         mt.microbatch(lambda x: a_dict(s, x).sum(), 0, 1)(torch.ones(3, 2))
