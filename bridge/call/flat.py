@@ -19,6 +19,7 @@ from ..effects.bindings import Basic, Bound, Effect, Entry, Given, Made, Moved, 
 from ..memory.trees import Structure, is_array, to_jax_tree
 from ..memory.values import unusual_stride
 from ..record.nodes import History
+from ..watch.logs import Logs, paths_of
 from ..watch.places import Place
 from ..watch.walk import Walk
 from .pullbacks import LinearMap, pull_back
@@ -241,6 +242,7 @@ class Outline:
     changing: list[Hashable]  # functions that have to be traced in each call
     regains: bool  # whether results have a history though autograd is off
     strided: str | None  # the line that asks for elements by their place in memory
+    logs: Logs  # where the walk finds lists that functions append to, and that their keys leave out
     met: list[int]  # arguments, and captured tensors that functions read or write
     missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
 
@@ -251,8 +253,10 @@ class Outline:
         moved = {i for i in mutated if id(root.inputs[i]) in call.moved}
         left = mutated, moved, call.carried, call.effects
         met = [i for i, t in enumerate(root.inputs) if i < root.count or id(t) in call.met]
+        walks = [made.flat.walk for made in call.functions]
+        logs = paths_of(root.walk.containers, {id(log) for walk in walks for log in walk.logs_left_out()})
         answers = call.changing, call.regains, call.strided
-        return cls(call.shape, call.results, call.draws, *left, *answers, met, call.missing)
+        return cls(call.shape, call.results, call.draws, *left, *answers, logs, met, call.missing)
 
 
 def _none_for_integers(leaf: object) -> object:
