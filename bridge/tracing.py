@@ -42,7 +42,7 @@ from .memory.values import array_to_tensor, tensor_to_array
 from .record.captured import is_traced_tensor
 from .record.nodes import Meta
 from .torch2jax_engine import InterpretedFunction
-from .watch.logs import Logs, WrittenContainers, written_count
+from .watch.logs import Logs, WrittenContainers, paths_of, written_count
 from .watch.names import read_count
 from .watch.places import remember_change
 from .watch.walk import SOURCE, Walk, surroundings
@@ -190,7 +190,8 @@ class _Traced:
 
         made = trace(walk)
         try:
-            moving = check_second_call(made, trace, walk, walk_again, written.appended(), walk_again().key == walk.key)
+            is_repeatable = walk_again().key == walk.key
+            moving, made.filled = check_second_call(made, trace, walk, walk_again, written.appended(), is_repeatable)
         except TraceError:
             start.restore()
             raise
@@ -198,7 +199,8 @@ class _Traced:
             raise frozen_number()
         warn_of_dropped(made.flat.scratch, walk)
         warn_of_moving(moving, walk)
-        written.remember(walk_again, places_in(made.flat.effects, walk.places))
+        filled = paths_of(walk.containers, set(map(id, made.filled)))
+        made.logs = written.remember(walk_again, places_in(made.flat.effects, walk.places), filled=filled)
         places = [id(place.owner) for place in walk.places]
         # Of what is left as the function changed it (sets, classes, buffers of bytes) each call has to change it again.
         now = walk_again()

@@ -242,7 +242,8 @@ class Outline:
     changing: list[Hashable]  # functions that have to be traced in each call
     regains: bool  # whether results have a history though autograd is off
     strided: str | None  # the line that asks for elements by their place in memory
-    logs: Logs  # where the walk finds lists that functions append to, and that their keys leave out
+    logs: Logs  # where the walk finds lists that each trace of a function inside would append to
+    filled: Logs  # and those that only a first one has appended to
     met: list[int]  # arguments, and captured tensors that functions read or write
     missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
 
@@ -253,10 +254,11 @@ class Outline:
         moved = {i for i in mutated if id(root.inputs[i]) in call.moved}
         left = mutated, moved, call.carried, call.effects
         met = [i for i, t in enumerate(root.inputs) if i < root.count or id(t) in call.met]
-        walks = [made.flat.walk for made in call.functions]
-        logs = paths_of(root.walk.containers, {id(log) for walk in walks for log in walk.logs_left_out()})
         answers = call.changing, call.regains, call.strided
-        return cls(call.shape, call.results, call.draws, *left, *answers, logs, met, call.missing)
+        containers = root.walk.containers
+        logs = paths_of(containers, {id(log) for made in call.functions for log in made.logs})
+        filled = paths_of(containers, {id(log) for made in call.functions for log in made.filled})
+        return cls(call.shape, call.results, call.draws, *left, *answers, logs, filled, met, call.missing)
 
 
 def _none_for_integers(leaf: object) -> object:

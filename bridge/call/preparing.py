@@ -172,7 +172,7 @@ class _Preparation:
                 break
             hidden += seen.missing
         assert seen is not None
-        containers.remember(self.walk_again, places_in(seen.effects, self.walk.places), seen.logs)
+        containers.remember(self.walk_again, places_in(seen.effects, self.walk.places), seen.logs, seen.filled)
         if written_count() != written:  # the key leaves out now what the function was seen to write to
             seen = self._follow_logs(seen, program, hidden)
         OUTLINES.keep(self.signature, (seen, [weakref.ref(t) for t in hidden]))

@@ -19,6 +19,7 @@ from .places import Path, Place, Slot
 Logs = frozenset[Path]  # where a walk finds the lists
 
 _MANY = 1024  # keys
+_MANY_FUNCTIONS = 4096
 _MANY_SETS = 8  # of lists, for one function
 _LOCK = threading.Lock()
 # By function, which lists traces of it were seen to append to, of late use first.
@@ -78,6 +79,8 @@ def _put_first(function: Hashable, logs: Logs) -> None:
     sets = _SEEN.get(function, ())
     if not sets or sets[0] != logs:
         _SEEN[function] = (logs, *(other for other in sets if other != logs))[:_MANY_SETS]
+        if len(_SEEN) > _MANY_FUNCTIONS:
+            _SEEN.pop(next(iter(_SEEN)))
 
 
 class WrittenContainers:
@@ -97,19 +100,24 @@ class WrittenContainers:
         return found
 
     def remember(
-        self, walk_again: Callable[[Logs], Found], written: Iterable[Place], others: Logs = frozenset()
-    ) -> None:
-        """Leave lists that were appended to out of keys like this; what was changed otherwise is traced again.
+        self,
+        walk_again: Callable[[Logs], Found],
+        written: Iterable[Place],
+        logs: Logs = frozenset(),
+        filled: Logs = frozenset(),
+    ) -> list[object]:
+        """Leave lists that were appended to out of keys like this, and give them.
 
-        ``written`` are the places that each call writes to, which a key without the lists must find as well; ``others``
-        are lists that the traces of functions inside have grown before.
+        ``written`` are the places that each call writes to, which a key without the lists must find as well; ``logs``
+        are lists that earlier traces of functions inside have grown, and ``filled`` those that no later one would.
         """
         global _count
-        logs = {id(found.value) for found in self._walk.containers if found.path in others}
-        logs |= {id(content) for _, content in self.appended() if not any(map(is_tensor, tree_leaves(content)))}
+        appended = [content for _, content in self.appended() if not any(map(is_tensor, tree_leaves(content)))]
+        grown = set(map(id, appended)) - {id(c.value) for c in self._walk.containers if c.path in filled}
+        grown |= {id(c.value) for c in self._walk.containers if c.path in logs}
         walk, left_out = self._walk, frozenset(self._walk.left_out)
         for _ in range(_MANY_SETS):  # what a list holds is found elsewhere, if at all, without the list
-            found = paths_of(walk.containers, logs)
+            found = paths_of(walk.containers, grown)
             if found == left_out:
                 break
             walk, left_out = walk_again(found), found
@@ -123,6 +131,7 @@ class WrittenContainers:
                 _put_first(walk.identity, left_out)
             if len(_TRACED) > _MANY:
                 _TRACED.popitem(last=False)
+        return [found.value for found in walk.containers if found.path in left_out]
 
 
 def paths_of(containers: Iterable[Container], wanted: Collection[int]) -> Logs:

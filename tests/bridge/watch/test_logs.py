@@ -170,6 +170,22 @@ def _same_list_for_other_arguments() -> Case:
     return fun, change, _nothing
 
 
+def _filled_once() -> Case:
+    state: Any = types.SimpleNamespace(options=[], log=[])
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        if not state.options:
+            state.options.append(2.0)
+        state.log.append("step")
+        return x.sum() * sum(state.options)
+
+    def change(i: int) -> None:
+        if i > 1:
+            state.options[:] = [] if i == 3 else [float(i)]
+
+    return fun, change, lambda: list(state.options)
+
+
 def _records() -> Case:
     state: Any = types.SimpleNamespace(log=[{"n": 0}], log_other=None)
 
@@ -198,7 +214,7 @@ def _moved_beside() -> Case:
 _CASES = [
     *(_setting_beside, _setting_in_a_closure, _phases, _counter_beside, _tensor_beside, _new_tensor_beside, _tuple),
     *(_list_of_lists, _defaultdict, _other_object, _same_list_in_another_state, _same_list_for_other_arguments),
-    *(_records, _moved_beside),
+    *(_filled_once, _records, _moved_beside),
 ]
 
 
