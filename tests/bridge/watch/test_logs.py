@@ -153,7 +153,7 @@ def _same_list_in_another_state() -> Case:
 
 
 def _same_list_for_other_arguments() -> Case:
-    state = types.SimpleNamespace(row=0, options=[])
+    state = types.SimpleNamespace(options=[])
 
     def fun(x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 1:
@@ -187,7 +187,7 @@ def _filled_once() -> Case:
 
 
 def _records() -> Case:
-    state: Any = types.SimpleNamespace(log=[{"n": 0}], log_other=None)
+    state: Any = types.SimpleNamespace(log=[{"n": 0}])
 
     def fun(x: torch.Tensor) -> torch.Tensor:
         state.log[0]["n"] += 1  # in an entry of the list itself
@@ -198,17 +198,17 @@ def _records() -> Case:
 
 
 def _moved_beside() -> Case:
-    state: Any = types.SimpleNamespace(a={"n": 1, "h": torch.ones(3)}, log=[{"x": [0]}, {"y": {}}], z={"b": None})
+    state: Any = types.SimpleNamespace(log=[{"x": [0]}, {"y": {}}], z={"a": {"n": 1, "h": torch.ones(3)}, "b": None})
 
     def fun(x: torch.Tensor) -> torch.Tensor:
         state.log.append("step")
-        state.z["b"] = state.a
-        return x.sum() + (state.z["b"]["h"] * state.a["n"]).sum()
+        state.z["b"] = state.z["a"]
+        return x.sum() + (state.z["b"]["h"] * state.z["a"]["n"]).sum()
 
     def change(i: int) -> None:
-        state.a = {"n": i, "h": torch.full((3,), float(i))}
+        state.z["a"] = {"n": i // 2, "h": torch.full((3,), float(i))}
 
-    return fun, change, lambda: state.z["b"] is state.a
+    return fun, change, lambda: state.z["b"] is state.z["a"]
 
 
 _CASES = [
@@ -319,7 +319,7 @@ def test_programs_around_one_function_agree_on_its_logs() -> None:
     assert [call(torch.ones(3)).item() for call in calls] == [9, 18, 9]
 
 
-def test_a_list_of_a_log_and_its_holder_that_is_kept_elsewhere() -> None:
+def test_a_log_inside_of_a_log_is_found_where_it_stands_otherwise() -> None:
     def fun(x: torch.Tensor) -> torch.Tensor:
         state.outer.append(1)
         state.inner.append(2)
