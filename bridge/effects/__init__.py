@@ -2,7 +2,7 @@
 
 A traced function runs once, and its program at each call. In come the places that the walk found and what stands there
 after the run (``side_effects``); out go rules by which each call puts its own values there (``bindings``,
-``renumbering``). ``running`` runs the function for a trace, among what it may meet and must not leave; ``escapes`` looks
-after objects that would carry tensors of the trace out of it, ``dropping`` warns of state that slices cannot keep.
-Start reading in ``running``.
+``renumbering``). ``running`` runs the function for a trace, among what it may meet and must not leave; ``escapes``
+looks after objects that would carry tensors of the trace out of it, ``dropping`` warns of state that slices cannot
+keep. Start reading in ``running``.
 """
