@@ -42,7 +42,7 @@ from .memory.values import array_to_tensor, tensor_to_array
 from .record.captured import is_traced_tensor
 from .record.nodes import Meta
 from .torch2jax_engine import InterpretedFunction
-from .watch.logs import Logs, WrittenContainers, paths_of, written_count
+from .watch.logs import WrittenContainers, paths_of, written_count
 from .watch.names import read_count
 from .watch.places import remember_change
 from .watch.walk import SOURCE, Walk, surroundings
@@ -184,10 +184,7 @@ class _Traced:
             self._made.pop(next(iter(self._made)))
         written, generators, start = WrittenContainers(walk), Generators(walk), Watched(walk)
         before = written_count(), read_count()
-
-        def walk_again(logs: Logs | None = None) -> Walk:
-            return Walk(walk.root, walk.values, walk.form, logs)
-
+        walk_again: Callable[..., Walk] = lambda *logs: Walk(walk.root, walk.values, walk.form, *logs)
         made = trace(walk)
         try:
             is_repeatable = walk_again().key == walk.key
