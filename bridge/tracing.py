@@ -24,6 +24,7 @@ from .derive.repeating import check_second_call
 from .derive.specialised import Specialised, Tracing
 from .effects import bindings, sources
 from .effects.dropping import warn_of_dropped, warn_of_moving
+from .effects.renumbering import places_in
 from .effects.running import FlatFunction, Mode, no_place_for_updates, where
 from .effects.side_effects import Generators, Watched
 from .memory.dtypes import jax_dtype, torch_dtype
@@ -41,8 +42,9 @@ from .memory.values import array_to_tensor, tensor_to_array
 from .record.captured import is_traced_tensor
 from .record.nodes import Meta
 from .torch2jax_engine import InterpretedFunction
+from .watch.logs import WrittenContainers, paths_of, written_count
 from .watch.names import read_count
-from .watch.places import WrittenContainers, remember_change, written_count
+from .watch.places import remember_change
 from .watch.walk import SOURCE, Walk, surroundings
 
 Engine = Literal["record", "torch2jax"]
@@ -137,8 +139,7 @@ class _Traced:
             outer = current_call()
             if outer is not None and outer.has_floats and any(a.weak_type and a.ndim == 0 for a in arrays):
                 raise FloatsAreStatic
-            walk = Walk(self.torch_fun, structure.fixed)
-            made = self._find(structure, arrays, walk, outer)
+            made, walk = self._find(structure, arrays, outer)
             if outer is not None:
                 outer.functions.append(made)
                 outer.regains = outer.regains or made.flat.regains
@@ -154,8 +155,8 @@ class _Traced:
             result = made.flat.shape.join(outputs)
             return result if made.flat.mode.once else jax.tree.map(_as_array, result)
 
-    def _find(self, structure: Structure, arrays: list[jax.Array], walk: Walk, outer: Call | None) -> Specialised:
-        """What was made for this signature, or is made now."""
+    def _find(self, structure: Structure, arrays: list[jax.Array], outer: Call | None) -> tuple[Specialised, Walk]:
+        """What was made for this signature, or is made now, and what the function captures."""
         device = torch.device("cpu") if outer is None else outer.device
         # An argument of the call itself is laid out as its tensor; slices have their elements in order.
         strides = {} if outer is None else outer.strides
@@ -169,26 +170,25 @@ class _Traced:
         own = tuple(histories.get(id(a)) for a in arrays)
         mode = Mode(once, grad, tuple(map(_is_differentiated, arrays)), own, surroundings())
         form = structure.treedef, structure.moves, tuple(metas), mode
+        walk = Walk(self.torch_fun, structure.fixed, form)
         made = self._made.get((form, walk.key))
         if made is None:
             wants = functools.partial(_is_wanted, outer)
-            return self._make(
-                form, lambda walk: self._trace(structure, metas, walk, mode, wants), walk, structure, outer
-            )
+            trace: Callable[[Walk], Specialised] = lambda walk: self._trace(structure, metas, walk, mode, wants)
+            return self._make(trace, walk, outer), walk
         made.adopt(walk)
-        return made
+        return made, walk
 
-    def _make(
-        self, form: Hashable, trace: Callable[[Walk], Specialised], walk: Walk, structure: Structure, outer: Call | None
-    ) -> Specialised:
+    def _make(self, trace: Callable[[Walk], Specialised], walk: Walk, outer: Call | None) -> Specialised:
         if len(self._made) >= _CACHE_SIZE:
             self._made.pop(next(iter(self._made)))
-        written, generators, start = WrittenContainers(walk.identity, walk.containers), Generators(walk), Watched(walk)
+        written, generators, start = WrittenContainers(walk), Generators(walk), Watched(walk)
         before = written_count(), read_count()
-        walk_again = lambda: Walk(self.torch_fun, structure.fixed)
+        walk_again: Callable[..., Walk] = lambda *logs: Walk(walk.root, walk.values, walk.form, *logs)
         made = trace(walk)
         try:
-            moving = check_second_call(made, trace, walk, walk_again, written.appended(), walk_again().key == walk.key)
+            is_repeatable = walk_again().key == walk.key
+            moving, made.filled = check_second_call(made, trace, walk, walk_again, written.appended(), is_repeatable)
         except TraceError:
             start.restore()
             raise
@@ -196,7 +196,8 @@ class _Traced:
             raise frozen_number()
         warn_of_dropped(made.flat.scratch, walk)
         warn_of_moving(moving, walk)
-        written.remember()
+        filled = paths_of(walk.containers, set(map(id, made.filled)))
+        made.logs = written.remember(walk_again, places_in(made.flat.effects, walk.places), filled=filled)
         places = [id(place.owner) for place in walk.places]
         # Of what is left as the function changed it (sets, classes, buffers of bytes) each call has to change it again.
         now = walk_again()
@@ -213,7 +214,7 @@ class _Traced:
         made.find_in(walk)
         # With names that the function put together there is another key for it.
         if read_count() == before[1] and places == [id(place.owner) for place in walk.places]:
-            self._made[form, walk.key] = made
+            self._made[walk.form, walk.key] = made
         return made
 
     def _trace(

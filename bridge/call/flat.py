@@ -22,6 +22,7 @@ from ..effects.sources import Basic, Given, Made, Source, renumbered
 from ..memory.trees import Structure, is_array, to_jax_tree
 from ..memory.values import unusual_stride
 from ..record.nodes import History
+from ..watch.logs import Logs, paths_of
 from ..watch.places import Place
 from ..watch.walk import Walk
 from .pullbacks import LinearMap, pull_back
@@ -251,6 +252,8 @@ class Outline:
     changing: list[Hashable]  # functions that have to be traced in each call
     regains: bool  # whether results have a history though autograd is off
     strided: str | None  # the line that asks for elements by their place in memory
+    logs: Logs  # where the walk finds lists that each trace of a function inside would append to
+    filled: Logs  # and those that only a first one has appended to
     met: list[int]  # arguments, and captured tensors that functions read or write
     missing: list[torch.Tensor]  # captured tensors that are not among the inputs yet: nothing else counts then
 
@@ -262,7 +265,10 @@ class Outline:
         left = mutated, moved, call.carried, call.effects
         met = [i for i, t in enumerate(root.inputs) if i < root.count or id(t) in call.met]
         answers = call.changing, call.regains, call.strided
-        return cls(call.shape, call.results, call.draws, *left, *answers, met, call.missing)
+        containers = root.walk.containers
+        logs = paths_of(containers, {id(log) for made in call.functions for log in made.logs})
+        filled = paths_of(containers, {id(log) for made in call.functions for log in made.filled})
+        return cls(call.shape, call.results, call.draws, *left, *answers, logs, filled, met, call.missing)
 
 
 def _none_for_integers(leaf: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import types
 import weakref
@@ -17,8 +18,7 @@ from ..base import torch_internals as ti
 from ..base.errors import FloatsAreStatic, TraceError, user_line, warn
 from ..base.user_code import is_partly_users
 from ..base.versions import weak_float
-from ..effects.bindings import Effect
-from ..effects.containers import Moved, Replacing
+from ..effects.renumbering import elsewhere, places_in
 from ..effects.side_effects import Watched
 from ..memory.devices import forked_child, start_jax
 from ..memory.trees import Structure, argument_name, bound_arguments, moves, to_jax_tree
@@ -26,12 +26,13 @@ from ..memory.values import array_to_tensor, tensor_to_array, unusual_stride
 from ..record.captured import is_traced_tensor, recording
 from ..record.nodes import History
 from ..watch.keys import Key
+from ..watch.logs import Logs, WrittenContainers, written_count
 from ..watch.names import read_count
-from ..watch.places import Place, WrittenContainers, path_name, written_count
+from ..watch.places import path_name
 from ..watch.walk import Walk, is_traced, surroundings
 from .autograd import find_program, is_transformed, keep
 from .cache import LOCK, OUTLINES, STATIC_FLOATS
-from .compilation import outline
+from .compilation import Program, outline
 from .flat import Outline, Root
 
 MAPS = "__microtome_maps__"
@@ -114,21 +115,27 @@ class _Preparation:
         self.arguments = [_tensor(leaf, device) for leaf in leaves]
         _check_classes(self.arguments)
         self.floats = frozenset(i for i, leaf in enumerate(leaves) if type(leaf) is float)
-        self.walk = Walk(jax_fun, self.structure.fixed)
-        _check_parametrizations(self.walk)
         strides = tuple(map(unusual_stride, self.arguments))
         self.grad = torch.is_grad_enabled()
         with torch._C.DisableTorchFunction():
-            self.histories = tuple(map(History.of, self.arguments)) if self.walk.asks_history else ()
             forms = tuple((t.dtype, t.shape, t.device, self.grad and t.requires_grad) for t in self.arguments)
         structure = self.structure.treedef, self.structure.moves, self.floats
-        self.fixed = *structure, recompute, surroundings(), strides, self.histories, is_quiet
-        self.forms = forms
+        fixed = *structure, recompute, surroundings(), strides, is_quiet
+        self.forms = forms, self.grad
+        self.walk = Walk(jax_fun, self.structure.fixed, (fixed, self.forms))
+        _check_parametrizations(self.walk)
+        with torch._C.DisableTorchFunction():
+            self.histories = tuple(map(History.of, self.arguments)) if self.walk.asks_history else ()
+        self.fixed = *fixed, self.histories
+
+    def walk_again(self, logs: Logs | None = None) -> Walk:
+        """What the function captures now."""
+        return Walk(self.fun, self.structure.fixed, self.walk.form, logs)
 
     @property
     def signature(self) -> Key:
         """What the call is recognised by."""
-        return Key.of((self.walk.key, self.fixed, self.forms, self.grad))
+        return Key.of((self.walk.key, self.fixed, *self.forms))
 
     def known(self) -> _Known | None:
         """What an earlier call has shown, if the captured tensors are there that only its trace met."""
@@ -143,7 +150,7 @@ class _Preparation:
         if recording() is None:
             _check_arguments(self.fun, self.args, self.kwargs)
             _check_captured(self.walk)
-        containers = WrittenContainers(self.walk.identity, self.walk.containers)
+        containers = WrittenContainers(self.walk)
         written, read, start = written_count(), read_count(), Watched(self.walk)
         hidden: list[torch.Tensor] = []
         while True:
@@ -164,21 +171,32 @@ class _Preparation:
                 break
             hidden += seen.missing
         assert seen is not None
-        containers.remember()
+        containers.remember(self.walk_again, places_in(seen.effects, self.walk.places), seen.logs, seen.filled)
         if written_count() != written:  # the key leaves out now what the function was seen to write to
-            before, self.walk = self.walk, Walk(self.fun, self.structure.fixed)
-            seen = dataclasses.replace(seen, effects=_elsewhere(seen.effects, before.places, self.walk.places))
-            if program is not None:
-                keep(program, *self.root(hidden))
+            seen = self._follow_logs(seen, program, hidden)
         OUTLINES.keep(self.signature, (seen, [weakref.ref(t) for t in hidden]))
         _warn_of_many(self.walk)
         return seen, hidden
+
+    def _follow_logs(self, seen: Outline, program: Program | None, hidden: list[torch.Tensor]) -> Outline:
+        """What was seen, for the walk that leaves out the lists which the function appends to."""
+        walk = self.walk_again()
+        effects = elsewhere(seen.effects, self.walk.places, walk.places)
+        if effects is None:
+            return seen
+        self.walk = walk
+        seen = dataclasses.replace(seen, effects=effects, logs=frozenset(walk.left_out))
+        if program is not None:
+            program = copy.copy(program)
+            program.outline = seen
+            keep(program, *self.root(hidden))
+        return seen
 
     def _stays(self, start: Watched, is_done: bool) -> bool:
         """Whether the key is the same with the names that the function was seen to put together; else start again."""
         left = Watched(self.walk)
         start.restore()
-        now = Walk(self.fun, self.structure.fixed)
+        now = self.walk_again()
         stays = is_done and (now.key, now.asks_history) == (self.walk.key, self.walk.asks_history)
         if stays:
             left.restore()
@@ -215,26 +233,6 @@ def _check_parametrizations(walk: Walk) -> None:
             "parametrize.cached() is open around the call of a function with parametrized modules, which computes them "
             "at each call, and so would not use what is cached. Open it inside of the function."
         )
-
-
-def _elsewhere(effects: Sequence[Effect], before: Sequence[Place], places: Sequence[Place]) -> list[Effect]:
-    """The effects by the number of their places in another walk, which leaves out lists that a function appends to."""
-    numbers = {id(place.owner): i for i, place in enumerate(places)}
-
-    def of(part: object) -> object:
-        if not isinstance(part, Moved):
-            return part
-        place = before[part.place]
-        if id(place.owner) not in numbers:
-            raise TraceError(
-                f"the function keeps what stands in {place.label or 'a list'} elsewhere, and appends to a list around "
-                "it, into which calls do not look. Keep what is moved in a place of its own too."
-            )
-        return dataclasses.replace(part, place=numbers[id(place.owner)])
-
-    elsewhere = Replacing(of)
-    found = [(effect, numbers.get(id(before[effect.place].owner))) for effect in effects]
-    return [dataclasses.replace(e, place=i, after=elsewhere(e.after)) for e, i in found if i is not None]
 
 
 def _warn_of_many(walk: Walk) -> None:

@@ -26,11 +26,11 @@ def check_second_call(
     walk_again: Callable[[], Walk],
     appended: Sequence[tuple[Slot, list[Any]]],
     is_repeatable: bool,
-) -> list[str]:
+) -> tuple[list[str], list[list[Any]]]:
     """Refuse what is kept where nothing is: a second call, or slice, would start from what the first one left.
 
     ``is_repeatable`` says that the function has changed nothing else that it reads. Names what each slice would change
-    once more, such as a counter, without computing with it.
+    once more, such as a counter, without computing with it; and gives the lists that only the first call appends to.
     """
     flat, one = first.flat, first.tracing
     changed = [] if flat.mode.once else [walk.places[e.place].name(e.key) for e in flat.effects]
@@ -38,7 +38,7 @@ def check_second_call(
     if not (flat.mode.once or is_repeatable):
         changed.append("something that it captures (a set, the order of a dict, the class of an object)")
     if not isinstance(one, TorchFunction) or not (changed or any(s.is_read or not s.is_same for s in flat.scratch)):
-        return []  # the first call has started from such a state
+        return [], []  # the first call has started from such a state
     blanks: list[torch.Tensor] = []
     lengths = [(container, len(container)) for _, container in appended]
     left: list[bindings.Entry] = []
@@ -58,6 +58,7 @@ def check_second_call(
         start, names_known = Watched(again), read_count()
         with known_as_constants(tables):
             second = trace(again)
+        filled = [container for container, length in lengths if len(container) == length]
         if not flat.mode.once:
             values = [(again.places[e.place], e.key) for e in second.flat.effects if is_value(e.after)]
             moving += [place.name(key) for place, key in values if not place.is_library]
@@ -89,4 +90,4 @@ def check_second_call(
         raise no_place_for_values(changed[0], walk, flat.mode.once)
     if replaced is not None:
         raise no_place_for_exchange(replaced, walk)
-    return list(dict.fromkeys(moving))
+    return list(dict.fromkeys(moving)), filled

@@ -42,6 +42,8 @@ class Specialised:
     flat: FlatFunction
     source: Original | None  # kept alive here, for further recordings
     places: Sequence[int | None] = ()  # where the walk finds the captured tensors
+    logs: Sequence[object] = ()  # lists that each of its traces would append to
+    filled: Sequence[object] = ()  # lists that only its first trace appends to
 
     def find_in(self, walk: Walk) -> None:
         """Note where the walk finds the captured tensors."""
@@ -55,6 +57,6 @@ class Specialised:
 
     def adopt(self, walk: Walk) -> None:
         """Take the tensors of a function with the same key, or of this one when other tensors stand in their places."""
-        self.flat.walk = walk
+        self.flat.walk, self.logs, self.filled = walk, walk.logs_left_out(), ()
         captured = self.tracing.captured
         captured[:] = [t if i is None else walk.tensors[i] for i, t in zip(self.places, captured, strict=True)]

@@ -31,7 +31,8 @@ from ..record.captured import is_update_of
 from ..record.nodes import Meta
 from ..watch import locks
 from ..watch.keys import empty_cache
-from ..watch.places import ABSENT, ORDER, WRITTEN, Place, path_name, put_in_order, read, read_entry, write
+from ..watch.logs import is_tensor, known_logs
+from ..watch.places import ABSENT, ORDER, Place, path_name, put_in_order, read, read_entry, write
 from ..watch.uses import is_named, uses
 from ..watch.walk import Walk
 from .bindings import UNKNOWN, Effect, Entry, Results
@@ -66,11 +67,12 @@ class Watched:
         self.places, self._walk = walk.places, walk
         self._before = list(map(read, self.places))
         self._arrays = [(name, array, array.copy()) for name, array in walk.arrays]
-        self._sets = [(slot[1], x, set(x)) for slot, x in walk.containers if isinstance(x, set)]
+        self._sets = [(slot[1], x, set(x)) for slot, _, x in walk.containers if isinstance(x, set)]
+        logs = known_logs(walk.identity)
         self._logs = [
             (slot[1], x, len(x))
-            for slot, x in walk.containers
-            if isinstance(x, list) and (walk.identity, slot) in WRITTEN
+            for slot, path, x in walk.containers
+            if isinstance(x, list) and (path in walk.left_out or (path in logs and not all(map(is_tensor, x))))
         ]
         self._locks = [(name, lock, locks.state(lock)) for name, lock in walk.locks]
         self._caches = [(fun, fun.cache_info().misses) for fun in walk.caches]

@@ -24,8 +24,9 @@ from ..memory.values import has_own_data, unusual_stride
 from . import locks
 from .flags import asked_by_function
 from .keys import Cached, Same, of_bytes, of_elements, of_plain
+from .logs import Container, Logs
 from .names import EVERY_METHOD, HISTORY, slots_of, strings_in
-from .places import WRITTEN, Path, Place, Slot, path_name, weakly
+from .places import Path, Place, Slot, path_name, weakly
 from .watching import is_clock
 
 PLAIN = (
@@ -45,7 +46,7 @@ class Contents:
 
     identity: Hashable  # of the function that the walk is over
 
-    def start(self, names: frozenset[str]) -> None:
+    def start(self, names: frozenset[str], logs: Logs) -> None:
         self.parts: list[object] = []
         self.tensors: list[torch.Tensor] = []
         self.arrays: list[tuple[str, np.ndarray]] = []
@@ -54,7 +55,9 @@ class Contents:
         self.owners: list[torch.nn.Module | None] = []
         self.histories: list[tuple[bool, bool | None]] = []  # of the tensors, which a call may change itself
         self.found_places: list[Place | torch.nn.Module] = []
-        self.containers: list[tuple[Slot, Collection[object]]] = []
+        self.containers: list[Container] = []
+        self.logs = logs  # lists that the function appends to
+        self.left_out: set[Path] = set()  # those of them that were met
         self.namespaces: list[tuple[object, Path]] = []
         self.classes: set[type] = set()  # the user's own, of objects that are followed by name
         self.locks: list[tuple[str, object]] = []
@@ -136,8 +139,9 @@ class Contents:
             self.visit_attributes(x, path)
 
     def container(self, x: Collection[object], path: Path) -> None:
-        self.containers.append((self.slot, x))
-        if (self.identity, self.slot) in WRITTEN:
+        self.containers.append(Container(self.slot, path, x))
+        if self.logs and isinstance(x, list) and path in self.logs:
+            self.left_out.add(path)
             self.parts.append("written by the function itself")
             return
         self.parts.append((type(x), len(x), x.maxlen if isinstance(x, collections.deque) else None))

@@ -1,4 +1,4 @@
-"""Places that a traced function may write to, and which of them it was seen to write to."""
+"""Places that a traced function may write to."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import collections
 import contextvars
 import types
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..base.user_code import is_users
 
 Path = tuple["Path", str] | None
 Slot = tuple[object, str]  # the code or class that names a container, and the name
-
-# Lists that a traced function was seen to append to, such as a log, by the function. They are not part of its key, or
-# each trace would invalidate itself.
-WRITTEN: set[tuple[Hashable, Slot]] = set()
 
 # How often functions were seen to change what a compiled call cannot change: as a part of their keys, it lets each
 # call trace them anew.
@@ -163,37 +158,6 @@ def _write_item(place: Place, key: Any, value: object) -> None:
     owner[key] = value
 
 
-class WrittenContainers:
-    """Notices which of the containers that a function captures it writes to while it is traced."""
-
-    def __init__(self, function: Hashable, containers: Iterable[tuple[Slot, Collection[object]]]) -> None:
-        self._function = function
-        self._before = [(slot, container, _content(container)) for slot, container in containers]
-
-    def appended(self) -> list[tuple[Slot, list[object]]]:
-        """The lists that were appended to."""
-        found = []
-        for slot, container, before in self._before:
-            content = _content(container)
-            if isinstance(container, list) and len(content) > len(before) and content[: len(before)] == before:
-                found.append((slot, container))
-        return found
-
-    def remember(self) -> None:
-        """Leave lists that were appended to out of all further keys; what was changed otherwise is traced again."""
-        logs = [slot for slot, content in self.appended() if not any(map(_is_tensor, tree_leaves(content)))]
-        WRITTEN.update((self._function, slot) for slot in logs)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _content(container: Collection[object]) -> list[object]:
-    values = container.values() if isinstance(container, dict) else container
-    return [value if isinstance(value, (int, str)) else id(value) for value in values]
-
-
 def remember_change(function: Hashable) -> None:
     """Trace a function anew in its next call."""
     _CHANGES[function] += 1
@@ -202,8 +166,3 @@ def remember_change(function: Hashable) -> None:
 def change_count(function: Hashable) -> int:
     """How often the function has changed what a compiled call cannot change."""
     return _CHANGES[function]
-
-
-def written_count() -> int:
-    """Grows whenever a key that was made before may be out of date."""
-    return len(WRITTEN)

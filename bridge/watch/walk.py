@@ -34,6 +34,7 @@ from ..base.user_code import is_partly_users, is_users, is_users_file
 from .contents import EXACTLY_PLAIN, PLAIN, Contents, is_iterator, kind_of
 from .flags import FLAGS, asked_by_function
 from .keys import Key, Same, has_been_filled, memory_of, times_cleared
+from .logs import Logs, is_traced_so, logs_of
 from .names import (
     EVERY_METHOD,
     HISTORY,
@@ -91,14 +92,37 @@ def is_traced(fun: object) -> bool:
 class Walk(Contents):
     """The key and the captured tensors of a callable and of the values that are passed to it besides tensors."""
 
-    def __init__(self, root: object, values: tuple[object, ...] = (), names: frozenset[str] | None = None) -> None:
-        """``names`` are those that an earlier walk has followed, to compare with it."""
-        self.root, self.values = root, values
-        self.identity = identity = _identity(root)
+    def __init__(
+        self,
+        root: object,
+        values: tuple[object, ...] = (),
+        form: Hashable = None,
+        logs: Logs | None = None,
+        names: frozenset[str] | None = None,
+    ) -> None:
+        """``form`` is that of the other arguments; ``logs`` are the lists that the key leaves out, if they are known.
+
+        ``names`` are those that an earlier walk has followed, to compare with it.
+        """
+        self.root, self.values, self.form = root, values, form
+        self.identity = _identity(root)
+        if logs is not None:
+            self._look(logs, names)
+            return
+        for logs in logs_of(self.identity):
+            self._look(logs)
+            if is_traced_so(self, logs):
+                return
+        if logs is None or self.left_out:
+            self._look(frozenset())
+
+    def _look(self, logs: Logs, names: frozenset[str] | None = None) -> None:
+        """Visit all but the lists that are left out."""
+        identity = self.identity
         if names is None:
-            names = self._follow()
+            names = self._follow(logs)
         else:
-            self._visit_all(names)
+            self._visit_all(names, logs)
         for name in sorted(names & _SURROUNDINGS.keys()):
             found = _SURROUNDINGS[name]()
             self.parts.append((name, tuple(found) if isinstance(found, collections.abc.ItemsView) else found))
@@ -110,11 +134,11 @@ class Walk(Contents):
         self.key = Key.of((*self.parts, *self.histories, *self.flags.items()))
         self.keep.clear()  # what is reached by weak references would outlive them
 
-    def _follow(self) -> frozenset[str]:
+    def _follow(self, logs: Logs) -> frozenset[str]:
         """Visit all until no more names are met; these names."""
         names = _KNOWN_NAMES.get(self.identity, frozenset())
         while True:
-            self._visit_all(names)
+            self._visit_all(names, logs)
             if self.met == names:
                 break
             # Remembered names of another function are no use: the key must not depend on what was called before.
@@ -124,8 +148,8 @@ class Walk(Contents):
             _KNOWN_NAMES.pop(next(iter(_KNOWN_NAMES)))
         return names
 
-    def _visit_all(self, names: frozenset[str]) -> None:
-        self.start(names)
+    def _visit_all(self, names: frozenset[str], logs: Logs) -> None:
+        self.start(names, logs)
         with torch._C.DisableTorchFunction():  # a recording around takes each tensor that is asked for captured
             self.visit(self.root, None)
             self.visit(self.values, None)
@@ -133,7 +157,7 @@ class Walk(Contents):
 
     def is_up_to_date(self) -> bool:
         """Whether the function would find everything but tensors as it did then."""
-        return Walk(self.root, self.values, self.names).parts == self.parts
+        return Walk(self.root, self.values, self.form, frozenset(self.left_out), self.names).parts == self.parts
 
     @property
     def places(self) -> list[Place]:
@@ -152,6 +176,10 @@ class Walk(Contents):
     def user_code(self) -> types.CodeType | None:
         """The code of the first function met that is the user's own."""
         return next((p for p in self.parts if isinstance(p, types.CodeType) and is_users_file(p.co_filename)), None)
+
+    def logs_left_out(self) -> list[object]:
+        """The lists that the function appends to, and that the key leaves out."""
+        return [found.value for found in self.containers if found.path in self.left_out]
 
     def describe(self, tensor: torch.Tensor) -> tuple[str, torch.nn.Module | None]:
         """Where a captured tensor was found, and the module that owns it."""
