@@ -217,7 +217,7 @@ def test_a_new_container_that_holds_itself_is_refused_by_name() -> None:
     assert s.a is None
 
 
-@pytest.mark.parametrize("take", [lambda log: log[0], lambda log: [log[0]], lambda log: (log[0]["in"],)])
+@pytest.mark.parametrize("take", [lambda log: log[0], lambda log: [log[0]]])
 def test_what_stands_in_a_log_is_refused_in_another_place(take: Any) -> None:
     s = holder(log=[{"n": 1, "in": {}}])
 
@@ -228,6 +228,15 @@ def test_what_stands_in_a_log_is_refused_in_another_place(take: Any) -> None:
 
     with pytest.raises(TypeError, match=r"appends to .*\. Keep what is moved in a place of its own too"):
         as_torch(as_jax(fun))(X)
+
+
+def test_what_stands_further_inside_of_a_list_that_grows_is_moved() -> None:
+    def fun(s: Any, x: Any) -> Any:
+        s.a, s.b = (s.log[0]["in"],), [x * 2, (s.log[0]["in"],)]
+        s.log.append(1)
+        return x.sum() * len(s.a[0])
+
+    check(lambda: holder(log=[{"n": 1, "in": {}}]), fun, lambda s: s.a[0].update({len(s.a[0]): 1}))
 
 
 @pytest.mark.parametrize("thing", [Thing, lambda t: types.SimpleNamespace(h=t), lambda t: lambda: t])
