@@ -74,6 +74,11 @@ class Bound:
                 yield part
 
 
+def parts_of(after: object) -> Iterator[object]:
+    """Give the parts of what an effect leaves, of the containers in it too; what is no container is its own part."""
+    return after.leaves() if isinstance(after, Bound) else iter((after,))
+
+
 class Replacing:
     """A function of what effects leave: something else for each source and what stood somewhere, put together again.
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from ..watch.places import Place
 from .bindings import Effect
-from .containers import Bound, Moved, Replacing
+from .containers import Moved, Replacing, parts_of
 
 
 def places_in(effects: Sequence[Effect], places: Sequence[Place]) -> list[Place]:
     """Return the places that effects write to, or take a value from."""
-    parts = [part for e in effects for part in (e.after.leaves() if isinstance(e.after, Bound) else (e.after,))]
-    moved = [places[part.place] for part in parts if isinstance(part, Moved)]
+    moved = [places[part.place] for e in effects for part in parts_of(e.after) if isinstance(part, Moved)]
     return [*(places[e.place] for e in effects), *moved]
 
 

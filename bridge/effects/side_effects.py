@@ -36,7 +36,7 @@ from ..watch.places import ABSENT, ORDER, Place, path_name, put_in_order, read, 
 from ..watch.uses import is_named, uses
 from ..watch.walk import Walk
 from .bindings import UNKNOWN, Effect, Entry, Results
-from .containers import Bound, Moved, is_plain, made_anew, part_at, standing_in, tensors_in
+from .containers import Bound, Moved, is_plain, made_anew, part_at, parts_of, standing_in, tensors_in
 from .escapes import traced_tensor_in
 from .sources import Constant, Source
 
@@ -246,7 +246,7 @@ class Watched:
     def _check_logs(self, effects: Sequence[Effect], logs: set[int]) -> None:
         """Refuse to keep what stands in a list that grows once for each trace: no key holds what it is."""
         for e in effects:
-            for part in e.after.leaves() if isinstance(e.after, Bound) else (e.after,):
+            for part in parts_of(e.after):
                 if isinstance(part, Moved) and part.place in logs:
                     raise TraceError(
                         f"{user_line()}: the function appends to {self.places[part.place].label} and puts what it "

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..program.dataflow import makers, within
+from ..program.dataflow import within
 from ..program.evaluate import Atom, shaped
 from ..program.sums import is_narrow, is_signed
 
@@ -73,7 +73,7 @@ class Casts:
     """What the casts of a program have done to each of its variables."""
 
     def __init__(self, jaxpr: Jaxpr, batched: set[Var]) -> None:
-        self._batched, self._makers = batched, makers(jaxpr)
+        self._batched, self._positive = batched, _never_negative(jaxpr, batched)
         self._marks = _marks(jaxpr, batched)
         self._rounded = self._lost_in_sums(jaxpr)
 
@@ -130,25 +130,34 @@ class Casts:
     def _may_cancel(self, e: JaxprEqn) -> bool:
         if e.primitive.name not in _SUMS or not all(within(v, self._batched) for v in e.invars):
             return False
-        return e.primitive.name == "sub" or not all(map(self._is_positive, e.invars))
+        return e.primitive.name == "sub" or not all(_is_positive(v, self._positive) for v in e.invars)
 
-    def _is_positive(self, v: Atom) -> bool:
-        """Tell whether a number is never negative, as the squared norms that add up to that of a tree."""
-        if isinstance(v, Literal):
-            return bool(np.all(np.real(v.val) >= 0))
-        e = self._makers.get(v)
-        if e is None:
-            return False
+
+def _never_negative(jaxpr: Jaxpr, batched: set[Var]) -> set[Var]:
+    """Return the variables that hold no negative number, as the squared norms that add up to that of a tree.
+
+    What such a sum starts from, the same for all examples, does not matter: no part of a gradient cancels with it.
+    """
+    found: set[Var] = set()
+    for e in jaxpr.eqns:
         name = e.primitive.name
-        if name in ("square", "abs", "exp", "sqrt", "logistic") or (name == "integer_pow" and e.params["y"] % 2 == 0):
-            return True
-        if name in ("mul", "dot_general") and e.invars[0] is e.invars[1]:
-            return True
-        return name in _KEEPING_SIGNS and all(map(self._is_positive, e.invars))
+        is_square = name in ("mul", "dot_general") and e.invars[0] is e.invars[1]
+        is_even = name == "integer_pow" and e.params["y"] % 2 == 0
+        parts = [v for v in e.invars if name not in _SUMS or within(v, batched)]
+        keeps = name in _KEEPING_SIGNS and all(_is_positive(v, found) for v in parts)
+        if is_square or is_even or keeps or name in ("square", "abs", "exp", "sqrt", "logistic"):
+            found.update(e.outvars)
+    return found
+
+
+def _is_positive(v: Atom, positive: set[Var]) -> bool:
+    return bool(np.all(np.real(v.val) >= 0)) if isinstance(v, Literal) else v in positive
 
 
 def are_rounded_alike(jaxpr: Jaxpr, parts: Sequence[Atom]) -> bool:
     """Tell whether all parts of a sum, or none, are values that a cast has rounded."""
+    if len(parts) < 2:
+        return True
     marks = _marks(jaxpr, set())
     return len({_WIDENED in _of(marks, v) for v in parts}) <= 1
 

@@ -11,6 +11,8 @@ from helpers import crossed, marked
 
 from microtome import torch_api as mt
 from microtome.jax_impl import clipped_grad, micro_grad
+from microtome.jax_impl.factors.casts import Casts
+from microtome.jax_impl.program.inline import batched_variables
 
 
 def _loss(w, x, y):
@@ -162,6 +164,18 @@ def test_a_loop_that_compares_a_parameter_with_its_copy_in_half():
     w, x, _ = _inputs(f32)
     _, aux = clipped_grad(loss, l2_clip_norm=1e30, keep_batch_dim=False, return_grad_norms=True)(w, x)
     np.testing.assert_allclose(aux.grad_norms, [jnp.linalg.norm(jax.grad(loss)(w, row)) for row in x], rtol=0.2)
+
+
+def test_norms_of_a_large_tree_in_mixed_precision_keep_factors():
+    """The norm of the tree is a sum of a thousand numbers, of which each other one is of a rounded gradient."""
+
+    def squared(gs):
+        return sum((jnp.square(_to(bf16)(g) if i % 2 else g).sum() for i, g in enumerate(gs)), start=jnp.zeros(()))
+
+    closed = jax.make_jaxpr(squared)([jnp.ones((3, 2))] * 1200)
+    casts = Casts(closed.jaxpr, batched_variables(closed.jaxpr, [True] * 1200))
+    found = [casts.rounds(e, 0) for e in closed.jaxpr.eqns if e.primitive.name == "convert_element_type"]
+    assert found == [""] * 1200
 
 
 def test_a_table_that_is_looked_up_and_multiplied_with_in_half_keeps_factors():
