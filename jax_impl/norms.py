@@ -57,7 +57,8 @@ def clip_by_global_norm(max_norm: PyTree, *, nan_safe: bool = True) -> Callable[
 
     Raises:
         TypeError: A norm that is no number.
-        ValueError: A norm that is not positive, or, at the call, a tree that is no prefix.
+        ValueError: A norm that is not positive, or, at the call, one below the least normal number of its dtype or
+            a tree that is no prefix.
 
     Example:
         >>> import jax.numpy as jnp
@@ -152,6 +153,12 @@ def clipped(
         keep = ~padding if keep is None else keep & ~padding
     scaled = []
     for part, length, norm in zip(parts, lengths, given, strict=True):
+        tiny = float(jnp.finfo(length.dtype).tiny)
+        if not isinstance(norm, jax.core.Tracer) and float(norm) < tiny:
+            raise ValueError(
+                f"{option} must be at least {tiny:.3g}, the least normal number of the gradients' {length.dtype.name}: "
+                f"smaller ones, such as {norm}, count as zero in XLA."
+            )
         norm = jnp.asarray(norm, length.dtype)
         length = length + _of_what_is_flushed(part, length.dtype)
         above = length > norm

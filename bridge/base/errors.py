@@ -49,7 +49,7 @@ def located(error: Exception) -> Exception:
     own = bool(frames) and frames[-1][0].f_code.co_filename.startswith(OWN)
     if not own or type(error) not in (TypeError, ValueError, TraceError) or _LOCATED.search(str(error)):
         return error
-    return type(error)(f"{user_line()}: {error}").with_traceback(error.__traceback__)
+    return type(error)(f"{user_line(error)}: {error}").with_traceback(error.__traceback__)
 
 
 @contextlib.contextmanager

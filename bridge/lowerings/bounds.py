@@ -32,6 +32,7 @@ _BY_SEVERAL = frozenset(
 # The place of the index among the arguments, and from the arguments the least index and the first that is too large.
 _OTHERS: dict[str, tuple[int, Callable[[Arguments], tuple[int, int]]]] = {
     "aten.embedding": (1, lambda args: (0, args[0].shape[0])),
+    "aten.embedding_renorm": (1, lambda args: (0, args[0].shape[0])),
     "aten.embedding_dense_backward": (1, lambda args: (0, args[2])),
     # -1 ends the labels of a row
     "aten.multilabel_margin_loss_forward": (1, lambda args: (-1, args[0].shape[-1] if args[0].ndim else 1)),

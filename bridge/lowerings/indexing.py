@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from ...jax_impl.program.sums import wide
 from ._registry import lowering
 from .signatures import Number
 
@@ -195,6 +196,16 @@ def embedding_dense_backward(g: Array, indices: Array, rows: int, padding: int, 
     if padding >= 0:
         g = jnp.where((indices == padding)[:, None], 0, g)
     return jnp.zeros((rows, width), g.dtype).at[indices].add(g)
+
+
+@lowering("aten.embedding_renorm")
+def embedding_renorm(weight: Array, indices: Array, max_norm: float, norm_type: float) -> Array:
+    """Scale the rows that are looked up to a norm of at most ``max_norm``."""
+    rows = weight.astype(wide(weight.dtype))
+    norms = jnp.linalg.norm(rows, norm_type, axis=-1)
+    used = jnp.zeros(weight.shape[0], jnp.bool_).at[indices.reshape(-1)].set(True)
+    scaled = rows * (max_norm / (norms + 1e-7))[:, None]
+    return jnp.where((used & (norms > max_norm))[:, None], scaled, rows).astype(weight.dtype)
 
 
 @lowering("aten.take")

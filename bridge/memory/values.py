@@ -351,8 +351,11 @@ def results_to_tensors(
 
 
 def has_own_data(tensor: torch.Tensor) -> bool:
-    """Tell whether the tensor has data of its own, in order."""
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+    """Tell whether the tensor has data of its own, in order; an exported program notes shapes by tensors without."""
+    from ..base.torch_internals import FakeTensor
+
+    is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+    return is_dense and type(tensor) is not FakeTensor
 
 
 def unusual_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:

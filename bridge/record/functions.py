@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -17,154 +18,8 @@ from ..base.errors import TraceError, user_line
 from ..base.torch_internals import is_functorch_wrapped_tensor
 from ..lowerings.signatures import Function
 from .distributions import is_all_true, item
-
-
-def embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    """Compute ``F.embedding_bag``; torch's fused op keeps offsets that its backward reads as values."""
-    if mode not in ("sum", "mean", "max"):
-        raise ValueError(f"mode has to be one of sum, mean or max, got {mode!r}")
-    if max_norm is not None or mode == "max" or scale_grad_by_freq:
-        raise TypeError('EmbeddingBag with max_norm, scale_grad_by_freq or mode="max" cannot be traced')
-    position = torch.arange(input.numel(), device=input.device)
-    counted = torch.ones_like(position, dtype=torch.bool)
-    if input.dim() == 2:
-        offsets = torch.arange(0, input.numel(), max(input.shape[1], 1), device=input.device)
-        input = input.reshape(-1)
-    elif include_last_offset and offsets is not None:
-        if padding_idx is None:  # else torch counts what lies behind the last offset to the last bag
-            counted = position < offsets[-1]
-        offsets = offsets[:-1]
-    assert offsets is not None
-    bag = torch.searchsorted(offsets, position, right=True) - 1
-    rows = F.embedding(input, weight)
-    if padding_idx is not None:
-        counted = counted & (input != padding_idx % weight.shape[0])
-    # As torch's kernel, which adds up in float32.
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    rows = torch.where(counted[:, None], rows.to(dtype), 0)
-    if per_sample_weights is not None:
-        rows = rows * torch.where(counted, per_sample_weights.reshape(-1).to(dtype), 0)[:, None]
-    bags = offsets.numel()
-    total = torch.zeros(bags, weight.shape[1], dtype=dtype, device=rows.device).index_add(0, bag, rows)
-    if mode == "mean":
-        number = torch.zeros(bags, dtype=dtype, device=rows.device).index_add(0, bag, counted.to(dtype))
-        total = total / number.clamp(min=1)[:, None]
-    return total.to(weight.dtype)
-
-
-def _check_reduction(reduction: str) -> None:
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction!r} is not a valid value for reduction")
-
-
-def gaussian_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
-) -> Tensor:
-    """Compute ``F.gaussian_nll_loss``; torch's own asks whether any variance is negative."""
-    _check_reduction(reduction)
-    if isinstance(var, float):
-        var = torch.full_like(input, var)
-    if var.dim() == input.dim() - 1:
-        var = var.unsqueeze(-1)
-    torch._assert_async((var >= 0).all(), "var has negative entry/entries")
-    var = var + (var.clamp(min=eps) - var).detach()  # clamped in value, not in gradient
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
-    if full:
-        loss = loss + 0.5 * math.log(2 * math.pi)
-    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
-
-
-@torch.library.custom_op("microtome::ctc_loss", mutates_args=())
-def _ctc(
-    log_probs: Tensor, targets: Tensor, steps: Tensor, labels: Tensor, blank: int, zero_infinity: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the loss of each row, and torch's gradient of that loss."""
-    given = (log_probs, targets, steps, labels)
-    loss, alpha = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)
-    one = torch.ones_like(loss)
-    gradient = torch.ops.aten._ctc_loss_backward.Tensor(one, *given, loss, alpha, blank, zero_infinity)
-    return torch.where(loss == math.inf, 0, loss) if zero_infinity else loss, gradient
-
-
-@_ctc.register_fake
-def _(log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
-
-
-class _Ctc(torch.autograd.Function):
-    @staticmethod
-    def forward(log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-        return torch.ops.microtome.ctc_loss(log_probs, *args)
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(inputs[0], output[1])
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        log_probs, gradient = ctx.saved_tensors
-        return g[:, None] * _Final.apply(gradient, log_probs), None, None, None, None, None
-
-
-class _Final(torch.autograd.Function):
-    """A gradient that torch cannot differentiate once more."""
-
-    @staticmethod
-    def forward(gradient: Tensor, log_probs: Tensor) -> Tensor:
-        return gradient.clone()
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, g: Tensor) -> NoReturn:
-        raise TypeError("the gradient of ctc_loss cannot be differentiated, in torch as here")
-
-
-def ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor | Sequence[int],
-    target_lengths: Tensor | Sequence[int],
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-) -> Tensor:
-    """Compute ``F.ctc_loss``; the shapes of torch's fused op depend on the lengths."""
-    _check_reduction(reduction)
-    batched = log_probs.dim() == 3
-    if not batched:
-        log_probs = log_probs.unsqueeze(1)
-    steps = torch.as_tensor(input_lengths).reshape(-1)
-    labels = torch.as_tensor(target_lengths).reshape(-1)
-    if targets.dim() == 1:  # the labels of all rows, one after another
-        targets = torch.nn.utils.rnn.pad_sequence(targets.split(labels.tolist()), batch_first=True)
-    for name, lengths, most in (("input", steps, log_probs.shape[0]), ("target", labels, targets.shape[1])):
-        fits = (lengths >= 0) & (lengths <= most)
-        torch._assert_async(fits.all(), f"ctc_loss: Expected {name}_lengths to have values from 0 to {most}")
-    loss, _ = _Ctc.apply(log_probs, targets, steps, labels, blank, zero_infinity)
-    if reduction == "mean":
-        return (loss / labels.clamp(min=1)).mean()
-    return loss.sum() if reduction == "sum" else loss if batched else loss[0]
+from .embeddings import embedding_bag
+from .losses import ctc_loss, gaussian_nll_loss, linear_cross_entropy
 
 
 def cov(
@@ -294,6 +149,53 @@ def cholesky(input: Tensor, upper: bool = False) -> Tensor:
     return torch.linalg.cholesky(input, upper=upper)
 
 
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """Compute ``torch.combinations``; torch's own takes the places under a mask, as if they depended on values."""
+    if input.dim() != 1 or r < 1:
+        return torch.combinations(input, r, with_replacement)
+    chosen = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor(list(chosen(range(len(input)), r)), dtype=torch.int64, device=input.device)
+    return input[places.reshape(-1, r)]
+
+
+def _shift(shift: Function, input: Any, other: Any) -> Tensor:
+    """Shift bits; torch's meta functions refuse booleans beside whole numbers, which its kernels convert."""
+    dtype = torch.result_type(input, other)
+    if dtype != torch.bool and not dtype.is_floating_point:
+        given = (input, other)
+        input, other = (x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.bool else x for x in given)
+    return shift(input, other)
+
+
+def lstsq(input: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
+    """Compute ``torch.linalg.lstsq`` by the pseudo-inverse, as torch's derivative does; singular values tell the rank.
+
+    The shape of the residuals depends on the rank where the driver looks at singular values itself.
+    """
+    rows, columns = input.shape[-2:]
+    if driver in ("gelsd", "gelss") and rows > columns:
+        raise TraceError(
+            f"{user_line()}: the shape of the residuals of torch.linalg.lstsq(driver={driver!r}) depends on the rank. "
+            "Use driver='gelsy' and compute the residuals yourself, or 'gels' for matrices of full rank."
+        )
+    if driver not in (None, "gels", "gelsy", "gelsd", "gelss"):
+        raise RuntimeError(f"torch.linalg.lstsq: unknown driver {driver!r}")
+    cutoff = {"rtol": rcond} if rcond is not None and driver != "gels" else {}
+    is_vector = B.dim() == 1 or (B.dim() == input.dim() - 1 and B.shape == input.shape[:-1])
+    right = B.unsqueeze(-1) if is_vector else B
+    solution = torch.linalg.pinv(input, **cutoff) @ right
+    none = torch.empty(0, dtype=input.real.dtype, device=input.device)
+    residuals, rank, values = none, torch.empty(0, dtype=torch.int64, device=input.device), none
+    if driver == "gels" and rows > columns:
+        residuals = (input @ solution - right).abs().square().sum(-2)
+    if driver != "gels":
+        rank = torch.linalg.matrix_rank(input.detach(), **cutoff)
+    if driver in ("gelsd", "gelss"):
+        values = torch.linalg.svdvals(input.detach())
+    solution = solution.squeeze(-1) if is_vector else solution
+    return torch.return_types.linalg_lstsq((solution, residuals, rank, values))  # type: ignore[attr-defined]
+
+
 def floor_divide(input: Tensor, other: Tensor | Number) -> Tensor:
     """Compute ``torch.floor_divide``, whose gradient torch has not written: it is zero, as that of this quotient."""
     return torch.div(input, other, rounding_mode="floor")
@@ -360,11 +262,6 @@ def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo[id(tensor)]
 
 
-def linear_cross_entropy(*args: Any, options: object = None, **kwargs: Any) -> Tensor:
-    """Compute ``F.linear_cross_entropy``; how it is cut into chunks is left to XLA."""
-    return F.linear_cross_entropy(*args, **kwargs)
-
-
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -423,6 +320,14 @@ REPLACEMENTS: dict[object, Function] = {
     torch.Tensor.cov: cov,
     torch.Tensor.tensor_split: tensor_split,
     torch.Tensor.prod: prod,
+    torch.combinations: combinations,
+    torch.linalg.lstsq: lstsq,
+    **{
+        shift: functools.partial(_shift, shift)
+        for owner in (torch, torch.Tensor)
+        for name in ("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")
+        if (shift := getattr(owner, name, None)) is not None
+    },
     torch.cov: cov,
     torch.floor_divide: floor_divide,
     torch.index_fill: index_fill,

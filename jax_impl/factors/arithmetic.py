@@ -18,7 +18,7 @@ from .lazy import Lazy
 from .moves import repeated
 from .registry import Evaluator, Known, if_lazy, rule
 from .squares import of_square, squares
-from .terms import Factor, Term, UnsupportedError, Windows, matched, narrowed, taken, whole
+from .terms import Factor, Term, UnsupportedError, Windows, invertible, matched, narrowed, taken, whole
 
 
 @rule("neg", accepts=if_lazy(0))
@@ -167,8 +167,7 @@ def _divide(ev: Evaluator, e: JaxprEqn) -> Lazy:
         raise UnsupportedError("a quotient that differs between examples")
     inverse = 1 / ev.array(other).astype(of_products(out.dtype))
     # Its size apart, so that the factors are balanced where they are squared.
-    size = jnp.max(jnp.abs(inverse), initial=0)
-    size = jnp.where((size > 0) & jnp.isfinite(size), size, 1)
+    size = invertible(jnp.max(jnp.abs(inverse), initial=0))
     term = whole(inverse / size, False)
     term = term.replace(scale=(*term.scale, Factor(size, (), False)))
     return ev.lazy(value).map(lambda t: product(t, term), out.shape)

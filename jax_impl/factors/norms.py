@@ -15,7 +15,7 @@ import numpy as np
 from ..program.sums import wide
 from .centring import centred
 from .dense import einsum, entries_of, is_direct, scaled
-from .terms import Factor, Label, Places, Term, expanded, matched, new_label, read_at, working
+from .terms import Factor, Label, Places, Term, expanded, invertible, matched, new_label, read_at, working
 from .windows import over_taps
 
 
@@ -191,8 +191,7 @@ def balanced(term: Term) -> Term:
     for f in term.factors:
         if f.array.dtype != jnp.bool_ and f.array.size:
             array = f.array.astype(wide(f.array.dtype))
-            size = jnp.max(jnp.abs(array))
-            size = jnp.where(size == 0, 1, size)
+            size = invertible(jnp.max(jnp.abs(array)))
             sizes.append(Factor(size, (), f.batched))
             f = dataclasses.replace(f, array=array / size)
         factors.append(f)

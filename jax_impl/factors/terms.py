@@ -211,6 +211,12 @@ def is_half(term: Term) -> bool:
     return any(wide(f.array.dtype) != f.array.dtype for f in term.factors)
 
 
+def invertible(size: jax.Array) -> jax.Array:
+    """Return a size to divide by: 1 for 0, and none whose inverse, by which XLA multiplies, is no normal number."""
+    tiny = float(jnp.finfo(size.dtype).tiny)
+    return jnp.where(size >= tiny, jnp.minimum(size, 0.25 / tiny), 1)
+
+
 def working(terms: Sequence[Term], dtype: Any) -> Any:
     """Return the dtype to compute terms of an array of this dtype in: no narrower than what they are made of."""
     parts = [f.array.dtype for t in terms for f in (*t.factors, *t.scale) if f.array.dtype != jnp.bool_]

@@ -360,6 +360,8 @@ def test_bad_input():
     fun = clipped_grad(linear, l2_clip_norm=1.0)
     with pytest.raises(ValueError, match="prefix of the gradients' tree"):
         clipped_grad(linear, l2_clip_norm={"v": 1.0})(PARAMS, ROWS_OF)
+    with pytest.raises(ValueError, match=r"l2_clip_norm must be at least 1.18e-38, .* such as 1e-40, count as zero"):
+        clipped_grad(linear, l2_clip_norm=1e-40)(PARAMS, ROWS_OF)
     with pytest.raises(TypeError, match=r"p\['w'\] is complex64; clipping needs"):
         fun({"w": jnp.ones((4, 6), complex)}, ROWS_OF)
     with pytest.raises(TypeError, match=r"p\['n'\] is int32; clipping needs"):
@@ -615,6 +617,32 @@ def test_parameters_divided_by_numbers_near_the_ends_of_the_range(divisor):
     want, norms = expected(each, 1e-3)
     np.testing.assert_allclose(aux.grad_norms, norms, rtol=1e-4)
     np.testing.assert_allclose(grads, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("largest", [1e38, *map(_SLOW, (1e19, 1e37, 3e38, 1e-19, 2e-38))])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("kind", ["entries", "product", "sequence", "quotient", "lookup"])
+def test_the_bound_holds_at_the_ends_of_the_range(kind, scaled, dtype, largest):
+    """Sizes are divided by, and XLA multiplies by the inverse: that of a number above 8.5e37 is zero."""
+    losses = {
+        "entries": lambda w, y, f: jnp.sum(w[0] * y[0]) * f,
+        "product": lambda w, y, f: (w @ y[0]).sum() * f,
+        "sequence": lambda w, y, f: jnp.sum((y @ w) * y[:, :1]) * f,
+        "quotient": lambda w, y, f: (y @ (w / jnp.full((3, 3), 1e-3, dtype))).sum() * f,
+        "lookup": lambda w, y, f: jnp.sum(w[jnp.array([0, 2])] * y) * f,
+    }
+    rows = jnp.ones((3, 2, 3), dtype).at[0, 0, 0].set(largest)
+    factor = jnp.asarray([1.5, 0.5, 2.0] if scaled else [1.0, 1.0, 1.0], dtype)
+    loss = lambda w, b: losses[kind](w, *b)
+    grads, aux = clipped_grad(loss, l2_clip_norm=1.0, return_grad_norms=True, keep_batch_dim=False)(
+        jnp.ones((3, 3), dtype), (rows, factor)
+    )
+    each = jax.vmap(jax.grad(loss), (None, 0))(jnp.ones((3, 3), dtype), (rows, factor))
+    norms = np.linalg.norm(np.asarray(each, np.float64).reshape(3, -1), axis=1)
+    np.testing.assert_allclose(aux.grad_norms[1:], norms[1:], rtol=1e-2)
+    assert aux.grad_norms[0] >= 0.98 * norms[0] if np.isfinite(norms[0]) else not np.isfinite(aux.grad_norms[0])
+    assert float(jnp.linalg.norm(jnp.asarray(grads, jnp.float32))) <= 3.03
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,50 @@ QUICK: Table = {
             (BAGS, ROWS),
         )
         for mode, padding, last in (("sum", -1, False), ("mean", -5, True), ("mean", 0, False))
+    },
+    **{
+        f"embedding_bag max, {padding}, {last}": (
+            lambda i, w, options=(padding, last): F.embedding_bag(
+                i, w, t([0, 2, 4]), mode="max", padding_idx=options[0], include_last_offset=options[1]
+            ),
+            (BAGS, torch.cat([ROWS[:2], ROWS[:1], NOTHING[:1], ROWS[4:]])),  # ties, and NaN in either place
+        )
+        for padding, last in ((None, False), (1, False), (None, True))
+    },
+    **{
+        f"embedding_bag max {dtype}": (
+            lambda i, w: F.embedding_bag(i, w, mode="max"),
+            (t([[3, 1], [0, 3]]), torch.cat([ROWS[:3], NOTHING[:1]]).to(dtype)),
+        )
+        for dtype in (torch.float64, torch.bfloat16)
+    },
+    **{
+        f"combinations of {r}, {again}": (lambda x, r=r, again=again: torch.combinations(x, r, again), (COUNTS * 1.5,))
+        for r, again in ((0, False), (1, False), (2, False), (2, True), (3, False), (6, False))
+    },
+    **{
+        f"{op.__name__} of {a.dtype} by {b}": (lambda a, op=op, b=b: op(a, b), (a,))
+        for op in (torch.bitwise_left_shift, torch.bitwise_right_shift, operator.lshift, operator.rshift)
+        for a, b in (
+            (t([True, False]), 1),
+            (t([True, False]), t([3, 1], dtype=torch.int8)),
+            (t([3, 1], dtype=torch.int8), t([True, False])),
+            (t([True, False]), t(2)),
+        )
+    },
+    **{
+        f"lstsq of {name} by {driver}": (
+            lambda a, b, driver=driver: tuple(torch.linalg.lstsq(a, b, driver=driver)),
+            (a, b),
+        )
+        for driver in (None, "gels", "gelsy", "gelsd")
+        for name, a, b in (
+            ("a tall matrix", data(5, 3), data(5, 2)),
+            ("a batch of wide ones", data(2, 3, 5), data(2, 3)),
+            ("a matrix of rank 1", torch.ones(3, 4), data(3, 2)),
+            ("a complex one", data(4, 3, dtype=torch.complex64), data(4, dtype=torch.complex64)),
+        )
+        if not (driver == "gelsd" and len(a) > a.shape[1]) and not (driver == "gels" and "rank" in name)
     },
     "embedding_bag with NaN in the padding": (
         lambda i, w: F.embedding_bag(i.reshape(2, 2), w, mode="sum", padding_idx=0),

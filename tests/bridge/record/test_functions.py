@@ -1,0 +1,69 @@
+"""torch functions that are rewritten before they are recorded: what they write, refuse and name."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch_cases import data
+
+from microtome import torch_api as mt
+from microtome.bridge import as_jax, as_torch
+
+t = torch.tensor
+BAGS, ROWS = t([0, 4, 1, 0]), data(5, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, inf])
+def test_rows_that_are_looked_up_are_scaled_in_place(kind: Any, norm_type: float) -> None:
+    """``max_norm`` writes to the weight, in each call to the rows of that call alone."""
+    own, other = (kind(5, 3, max_norm=0.5, norm_type=norm_type) for _ in range(2))
+    other.load_state_dict(own.state_dict())
+    fun = as_torch(as_jax(lambda i: own(i).sin()))
+    for rows in ([[0, 1], [1, 1]], [[3, 1], [4, 3]]):
+        got, expected = fun(t(rows)), other(t(rows)).sin()
+        torch.testing.assert_close((got, own.weight), (expected, other.weight))
+        got.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(own.weight.grad, other.weight.grad)
+    with pytest.raises(TypeError, match=r"writes to its argument p\['weight'\] in place"):
+        mt.clipped_grad(lambda p, i: torch.func.functional_call(own, p, i).sum(), l2_clip_norm=1.0)(
+            dict(own.named_parameters()), t(rows)
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "avg"}, {"mode": "max", "sparse": True}, {"per_sample_weights": ROWS[:4, 0]}, {"offsets": None}],
+)
+def test_options_that_torch_refuses(options: dict[str, Any]) -> None:
+    def bag(i: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.embedding_bag(i, w, **{"offsets": t([0, 2]), **options})
+
+    with pytest.raises((ValueError, NotImplementedError)) as expected:
+        bag(BAGS, ROWS)
+    with pytest.raises(type(expected.value)) as got:
+        as_torch(as_jax(bag))(BAGS, ROWS)
+    assert str(expected.value) in str(got.value)
+
+
+def test_a_program_that_torch_exported() -> None:
+    """It keeps tensors without data, of its shapes."""
+    layer, x = torch.nn.Linear(3, 2), data(4, 3)
+    program = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(as_torch(as_jax(lambda x: program(x)))(x), layer(x))
+
+
+def test_an_error_of_ours_names_the_line_within_the_function() -> None:
+    def of_rank(a: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.lstsq(a, a, driver="gelsd").residuals
+
+    line = of_rank.__code__.co_firstlineno + 1
+    with pytest.raises(TypeError, match=rf"test_functions\.py:{line}: .*driver='gelsy'"):
+        as_torch(as_jax(of_rank))(ROWS)
+    with pytest.raises(TypeError, match=r"test_functions\.py:\d+: .*scale_grad_by_freq"):
+        as_torch(as_jax(lambda w: F.embedding_bag(BAGS[None], w, scale_grad_by_freq=True)))(ROWS)
