@@ -17,7 +17,7 @@ from ..memory.trees import Structure, to_jax_tree, to_torch_tree
 from ..memory.values import is_interpreted
 from ..record.captured import recording
 from ..record.nodes import History
-from ..watch.flags import answering
+from ..watch.flags import answering, leaving_switches
 from ..watch.names import HISTORY, remember_read
 from ..watch.places import read_entry, write
 from ..watch.walk import Walk
@@ -89,6 +89,8 @@ class FlatFunction:
         returned, shape = Structure.split(self._run(tensors), self._is_tensor)
         watched.check()
         current = None if self._is_interpreted else recording()
+        if current is not None:
+            current.check_arrays(array for _, array in self.walk.arrays)
         results = Results(tensors, returned, current, self.mode.once)
         self.effects, self.scratch = watched.settle(results, first=self.shape is None)
         self._check_returned(shape)
@@ -168,6 +170,7 @@ class FlatFunction:
                     scope.enter_context(_NoBatchStatistics(self.walk))
                 if not self.mode.grad and not self._is_interpreted:
                     scope.enter_context(torch.no_grad())
+                scope.enter_context(leaving_switches())
                 result = to_jax_tree(self._torch_fun(*args, **kwargs), opening(p.owner for p in self.walk.places))
             if self.mode.once:  # per example torch.func makes copies too
                 containers.check(where(self.walk))

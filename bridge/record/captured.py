@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..base import torch_internals as ti
@@ -67,6 +68,7 @@ class Captured:
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.switched: dict[int, str] = {}  # by id, the lines that say whether a tensor requires grad
         self.moved: dict[int, str] = {}  # by id, the lines that let a tensor show other memory
+        self.lifted: list[tuple[torch.Tensor, torch.Tensor, str]] = []  # of memory from outside: what stands for it
         self.arguments: list[torch.Tensor] = []
         self.tensors = list(known)
         self.views: list[CopiedView] = []
@@ -132,6 +134,19 @@ class Captured:
                         f"{line}: the function changes whether a tensor that it captures requires grad, which no later "
                         "call would find so. Change it before the call, or put it back in the function."
                     )
+
+    def check_arrays(self, captured: Iterable[np.ndarray]) -> None:
+        """Refuse writes to a tensor that shows a captured array of NumPy's, in which the caller would see them."""
+        spans = [range(start := x.__array_interface__["data"][0], start + x.nbytes) for x in captured]
+        for stand_in, tensor, line in self.lifted if spans else ():
+            with torch._C.DisableTorchFunction(), ti.no_dispatch():
+                memory = tensor.untyped_storage()
+                own = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
+            if stand_in._version and any(s.start in own or own.start in s for s in spans if s):
+                raise TraceError(
+                    f"{line}: the function writes to a tensor that shows the memory of a captured NumPy array. "
+                    "A call would not change the array: write to a copy (torch.tensor), or keep a tensor in its place."
+                )
 
     def moves(self) -> set[int]:
         """Return which captured tensors show memory that was made inside, in the place of their own."""

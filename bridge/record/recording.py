@@ -57,7 +57,11 @@ class _Functionalisation(ti.FunctionalTensorMode):
         if func is aten.set_.source_Tensor and not isinstance(args[0], ti.FunctionalTensor):
             raise TraceError(f"{user_line()}: a traced function cannot set_ a tensor that it captures. Assign .data.")
         with torch._C.DisableTorchFunction():
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        current = recording()
+        if func is aten.lift_fresh.default and current is not None and not is_traced_tensor(args[0]):
+            current.lifted.append((result, args[0], user_line()))
+        return result
 
 
 def record(

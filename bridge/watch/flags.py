@@ -75,6 +75,40 @@ _MKLDNN: Any = inspect.getattr_static(torch.backends.mkldnn, "enabled", None)
 
 _SET_ASIDE = ("is_inference_mode_enabled", "is_anomaly_enabled", "is_anomaly_check_nan_enabled")
 
+# By the call that asks for a switch: how to ask, and how to set it.
+_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "is_grad_enabled()": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+    "get_float32_matmul_precision()": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
+    "are_deterministic_algorithms_enabled()": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "is_autocast_enabled('cpu')": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda enabled: torch.set_autocast_enabled("cpu", enabled),
+    ),
+}
+
+
+@contextlib.contextmanager
+def leaving_switches() -> Iterator[None]:
+    """Refuse a function that leaves a switch of torch's changed, which later calls would not repeat; put it back."""
+    before = {name: ask() for name, (ask, _) in _SWITCHES.items()}
+    changed = lambda: {name: value for name, value in before.items() if _SWITCHES[name][0]() != value}
+    try:
+        yield
+        for name, value in changed().items():
+            raise TraceError(
+                f"the function leaves torch.{name} changed, which was {value}. It runs once, while it is traced, and "
+                "later calls would not change it: put it back at the end (by a `with` block where torch has one), or "
+                "change it outside of the function."
+            )
+    finally:
+        for name, value in changed().items():
+            _SWITCHES[name][1](value)
+
 
 def asked_by_function(fun: object) -> frozenset[str]:
     """The name of the switch that a function of torch's tells, for one that the user's code holds itself."""

@@ -890,6 +890,20 @@ def test_writes_that_no_call_could_repeat_are_refused_by_name() -> None:
     assert counts.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("shown", [torch.from_numpy, torch.as_tensor, lambda a: torch.asarray(a)[1:]])
+def test_a_write_to_what_shows_an_array_of_numpy_is_refused(shown: Any) -> None:
+    """The array is no tensor: no call would change it. A copy of it may be written to, and what is made inside."""
+    counts = np.zeros(2, np.float32)
+    fun = lambda x, make: shown(make(counts)).add_(x.sum()) * 1
+    with pytest.raises(TypeError, match=r"test_state\.py:\d+: the function writes to a tensor that shows .* NumPy"):
+        through(lambda x: fun(x, lambda a: a))(X[0])
+    assert counts.tolist() == [0, 0]
+    torch.testing.assert_close(through(lambda x: fun(x, np.copy))(X[0]), fun(X[0], np.copy))
+    torch.testing.assert_close(
+        through(lambda x: torch.tensor(counts).add_(x.sum()) + shown(counts).sum())(X[0]), X[0].sum().expand(2)
+    )
+
+
 @pytest.mark.parametrize("step", [_new_parameter, _new_leaf, _row, _object])
 def test_what_cannot_be_bound_is_refused_by_name(step: Any) -> None:
     net = _Net(step)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
+from microtome.bridge.watch import flags
 
 Fun = Callable[..., Any]
 
@@ -320,3 +321,30 @@ def test_a_mode_counts_inside_of_the_function_and_is_refused_around_the_call(mod
         call(x)
     with torch.device("cpu"):
         torch.testing.assert_close(call(x), torch.sin(x))
+
+
+_LEFT: dict[str, Callable[[], object]] = {
+    "is_grad_enabled": lambda: torch.set_grad_enabled(False),
+    "get_default_dtype": lambda: torch.set_default_dtype(torch.float64),
+    "get_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("high"),
+    "get_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "are_deterministic_algorithms_enabled": lambda: torch.use_deterministic_algorithms(True),
+    "is_autocast_enabled": lambda: torch.set_autocast_enabled("cpu", True),
+}
+
+
+@pytest.mark.parametrize("name", _LEFT)
+@pytest.mark.parametrize("once", [True, False])
+def test_a_function_that_leaves_a_switch_of_torchs_changed_is_refused(name: str, once: bool) -> None:
+    """Its later calls would not change it. What it puts back itself counts while it runs."""
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        _LEFT[name]()
+        return y
+
+    call = as_torch(as_jax(fun)) if once else mt.chunked_vmap(fun, 2)
+    before = [ask() for ask, _ in flags._SWITCHES.values()]
+    with pytest.raises(TypeError, match=rf"the function leaves torch\.{name}\(.*\) changed"):
+        call(torch.ones(4))
+    assert [ask() for ask, _ in flags._SWITCHES.values()] == before
