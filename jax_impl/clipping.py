@@ -117,8 +117,9 @@ def clipped_grad(
       overestimated: the bound holds, and the example counts for less than it could. float64 has the digits.
     * Norms are computed as exactly as the device can, whatever ``precision`` the program's products have. The sum
       over examples has it, but for algorithms of float16 or 8 bits, or that add up in such: sums would not fit them.
-    * In half precision the sum is more accurate: products are accumulated in float32 and rounded once. So a product
-      beyond float16's range, infinite in the plain computation, is clipped like others. (A cast to float16 stays one.)
+    * In half precision, and with a wider ``dtype``, the sum is more accurate: products are accumulated in float32, or in
+      that dtype, and rounded once. So a product beyond float16's range, infinite in the plain computation, is clipped
+      like others. (A cast to float16 stays one.)
 
     An example whose gradient holds NaN or infinity counts as zero with ``nan_safe``, all of it. (jax_privacy zeroes
     the entries and keeps the rest, which needs each entry.)
