@@ -117,9 +117,9 @@ def clipped_grad(
       overestimated: the bound holds, and the example counts for less than it could. float64 has the digits.
     * Norms are computed as exactly as the device can, whatever ``precision`` the program's products have. The sum
       over examples has it, but for algorithms of float16 or 8 bits, or that add up in such: sums would not fit them.
-    * In half precision, and with a wider ``dtype``, the sum is more accurate: products are accumulated in float32, or in
-      that dtype, and rounded once. So a product beyond float16's range, infinite in the plain computation, is clipped
-      like others. (A cast to float16 stays one.)
+    * In half precision, and with a wider ``dtype``, the sum is more accurate: products are accumulated in float32, or
+      in that dtype, and rounded once. So a product beyond float16's range, infinite in the plain computation, is
+      clipped like others. (A cast to float16 stays one.)
 
     An example whose gradient holds NaN or infinity counts as zero with ``nan_safe``, all of it. (jax_privacy zeroes
     the entries and keeps the rest, which needs each entry.)
@@ -144,7 +144,8 @@ def clipped_grad(
         keep_batch_dim: Whether ``fun`` expects a batch axis. If so, an axis of length 1 that auxiliary output has in
             the second place is dropped.
         return_values: Whether to return the losses.
-        return_grad_norms: Whether to return the norms before clipping, of all parts together.
+        return_grad_norms: Whether to return the norms of the gradients as they are, before ``pre_clipping_transform``
+            and clipping, of all parts together.
         pre_clipping_transform: What to do to an example's gradients before they are clipped.
         microbatch_size: Examples of a microbatch; None for all at once.
         nan_safe: Count examples whose gradient is not finite as zero.
@@ -228,6 +229,7 @@ def clipped_grad(
             grads = grads[0] if isinstance(argnums, int) else grads
             norm = global_norm(grads) if return_grad_norms else None
             before = grads if pre_clipping_transform is None else pre_clipping_transform(grads)
+            _check_transformed(before)
             before = before if dtype is None else jax.tree.map(lambda g: g.astype(dtype), before)
             is_padding = leaves[-1] if extra else None
             result = clipped(before, l2_clip_norm, "l2_clip_norm", nan_safe, rescale_to_unit_norm, is_padding)
@@ -295,6 +297,14 @@ def _check_parameters(arguments: Arguments, places: Sequence[Slot], args: Any, k
                 )
             if isinstance(leaf, jax.Array):  # NumPy's and numbers become arrays of the width that JAX's mode allows
                 check_width(leaf, name)
+
+
+def _check_transformed(grads: PyTree) -> None:
+    for name, leaf in flatten_with_names(grads, "the result of pre_clipping_transform")[0]:
+        if not jnp.issubdtype(dtype_of(leaf), jnp.inexact):
+            raise TypeError(
+                f"{name} is {dtype_of(leaf).name}, which has no norm to clip. Return floating-point arrays."
+            )
 
 
 def _checked_padding(padding: Any, rows: int) -> jax.Array:

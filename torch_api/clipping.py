@@ -407,7 +407,8 @@ class _WithLoss(torch.nn.Module):
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
 
-    def forward(self, *batch: PyTree, **named: PyTree) -> torch.Tensor:
+    def __call__(self, *batch: PyTree, **named: PyTree) -> torch.Tensor:
+        """Return the loss. Around a ``forward`` torch would run hooks of all modules: this is none of the user's."""
         return self.loss_fn(self.model, *batch, **named)
 
 

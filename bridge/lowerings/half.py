@@ -10,10 +10,17 @@ HALF = (torch.float16, torch.bfloat16)
 
 # torch's kernels for the CPU sum and multiply in float32 here; torch's decompositions and torchax's table do not.
 # What XLA itself accumulates in float32 (products of matrices, convolutions, sums over axes) is not among them.
-IN_FLOAT32 = frozenset(
+NORMS = frozenset(
     getattr(aten, name)
     for name in (
-        *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
+        *("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"),
+        *("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training"),
+    )
+)
+IN_FLOAT32 = NORMS | frozenset(
+    getattr(aten, name)
+    for name in (
+        *("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"),
         *("avg_pool2d", "avg_pool2d_backward", "avg_pool3d", "avg_pool3d_backward"),
         *("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"),
         *("scatter_add", "scatter_reduce"),

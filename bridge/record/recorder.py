@@ -24,7 +24,7 @@ from ..base.errors import TraceError, calling_object, noting_line, user_line
 from ..lowerings import has_lowering
 from ..lowerings.checks import Condition
 from ..lowerings.conditions import Check, asserted, factorised, reports_failure, required
-from ..lowerings.half import HALF, IN_FLOAT32
+from ..lowerings.half import HALF, IN_FLOAT32, NORMS
 from ..lowerings.signatures import Arguments, Forms, Options
 from ..memory.dtypes import jax_dtype
 from .kernels import kernel_dtype
@@ -258,11 +258,14 @@ class Recorder(ti.TorchDispatchMode):
         """Compute an op on half-precision tensors in float32, and round at the end."""
         with self.fake:
             narrow, spec = ti.torch_pytree.tree_flatten(func(*args, **kwargs))
+        dtypes = {t.dtype for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         if kwargs.get("dtype") in HALF:
             kwargs = {**kwargs, "dtype": torch.float32}
         with self:
             args, kwargs = ti.map_tensors(lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
             wide = ti.torch_pytree.tree_leaves(func(*args, **kwargs))
+            if func.overloadpacket in NORMS and torch.float32 in dtypes:  # so are then mean and deviation in torch
+                narrow[1:] = wide[1:]
             rounded = [w.to(n.dtype) if isinstance(n, torch.Tensor) else n for w, n in zip(wide, narrow, strict=True)]
         return ti.torch_pytree.tree_unflatten(rounded, spec)
 

@@ -74,9 +74,8 @@ _MANY_ROOTS = 4096
 
 def surroundings() -> Hashable:
     """What torch's own state says about a call: the same function gives other results under autocast."""
-    autocast = tuple(
-        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    )
+    # The dtype also where autocast is off: it is what an autocast that the function opens takes by default.
+    autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
     validates = torch.distributions.Distribution._validate_args
     modes = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), validates
     hooks = tuple(Same(hook) for name in _HOOKS_OF_ALL for hook in getattr(_module, name, {}).values())

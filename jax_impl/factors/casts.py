@@ -65,7 +65,7 @@ def enlarges(e: JaxprEqn) -> bool:
 
 def _literals(e: JaxprEqn) -> list[Any]:
     """Return the largest of the numbers in each constant operand."""
-    values = [np.real(x.val).ravel() for x in e.invars if isinstance(x, Literal) and np.size(x.val)]
+    values = [np.real(np.asarray(x.val)).ravel() for x in e.invars if isinstance(x, Literal) and np.size(x.val)]
     return [value[abs(value).argmax()] for value in values]
 
 

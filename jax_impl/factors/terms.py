@@ -219,7 +219,7 @@ def invertible(size: jax.Array) -> jax.Array:
 
 def working(terms: Sequence[Term], dtype: Any) -> Any:
     """Return the dtype to compute terms of an array of this dtype in: no narrower than what they are made of."""
-    parts = [f.array.dtype for t in terms for f in (*t.factors, *t.scale) if f.array.dtype != jnp.bool_]
+    parts = [wide(f.array.dtype) for t in terms for f in (*t.factors, *t.scale) if f.array.dtype != jnp.bool_]
     return functools.reduce(jnp.promote_types, parts, wide(dtype))
 
 

@@ -85,7 +85,7 @@ def _weighted(term: Term, label: Label, weight: Any, mask: Any) -> Term:
         if i == smallest:
             w = weight if mask is None or not weight.ndim else jnp.where(mask, weight, 0)
             # In at least 32 bits: a weight far from 1 would not fit a half-precision factor.
-            array = array.astype(jnp.promote_types(array.dtype, w.dtype)) * along(w, f)
+            array = array.astype(jnp.promote_types(wide(array.dtype), w.dtype)) * along(w, f)
         factors[i] = dataclasses.replace(f, array=array, batched=False)
     if smallest is None:  # only indices differ between examples
         kept = weight if mask is None else jnp.where(mask, weight, 0)

@@ -374,6 +374,9 @@ def test_bad_input():
         clipped_grad(linear, l2_clip_norm=1.0, batch_argnums=0)
     with pytest.raises(ValueError, match="normalize_by must be positive"):
         clipped_grad(linear, l2_clip_norm=1.0, normalize_by=0)
+    whole = lambda g: jax.tree.map(lambda x: jnp.round(x).astype(int), g)
+    with pytest.raises(TypeError, match=r"pre_clipping_transform\['w'\] is int32, which has no norm to clip"):
+        clipped_grad(linear, l2_clip_norm=1.0, pre_clipping_transform=whole)(PARAMS, ROWS_OF)
     two = clipped_grad(lambda p, x, y: linear(p, x), l2_clip_norm=1.0, batch_argnums=(1, 2))
     with pytest.raises(ValueError, match="same number of rows"):
         two(PARAMS, ROWS_OF, ROWS_OF[:2])

@@ -486,3 +486,27 @@ def test_a_batch_that_is_taken_by_keyword_only(transform):
     torch.manual_seed(1)
     result = transform(lambda params, *, rows: loss(params, rows))(params, rows=rows)
     torch.testing.assert_close(result, expected)
+
+
+def test_hooks_of_all_modules_run_for_those_of_the_user_alone():
+    model, x, seen = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]]), []
+    loss = lambda m, x: m(x).square().sum()
+
+    def halve(module, inputs, output):
+        seen.append(type(module))
+        return output * 0.5
+
+    module = torch.nn.modules.module
+    hooks = [
+        module.register_module_forward_hook(halve),
+        module.register_module_forward_pre_hook(lambda module, inputs: (inputs[0] * 3,)),
+    ]
+    try:
+        expected = torch.autograd.grad(loss(model, x), model.weight)[0]
+        aux = mt.clipped_backward(model, loss, max_grad_norm=1e6)(x)
+        torch.testing.assert_close(aux.values[0], loss(model, x))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    torch.testing.assert_close(model.weight.grad, expected)
+    assert set(seen) == {torch.nn.Linear}

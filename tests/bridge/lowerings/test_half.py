@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
 
 Fun = Callable[..., Any]
@@ -169,3 +170,49 @@ def test_as_exact_as_eager_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_others_as_exact_as_eager_torch(dtype: torch.dtype) -> None:
     _check(SLOW, dtype)
+
+
+_MIXED: dict[str, Callable[[], torch.nn.Module]] = {
+    "group": lambda: torch.nn.GroupNorm(2, 4),
+    "layer": lambda: torch.nn.LayerNorm([4, 8, 8]),
+    "batch": lambda: torch.nn.BatchNorm2d(4).eval(),
+    "batch, training": lambda: torch.nn.BatchNorm2d(4),
+    "instance": lambda: torch.nn.InstanceNorm2d(4, affine=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", _MIXED)
+def test_normalisations_with_weights_of_float32(name: str, dtype: torch.dtype) -> None:
+    """As after a convolution under autocast: mean and deviation are float32, the result is not."""
+    layer, x = _MIXED[name](), (50 + _randn(3, 4, 8, 8, scale=2)).to(dtype)
+
+    def gradients(fun: Fun, x: torch.Tensor) -> Tensors:
+        leaf = x.clone().requires_grad_()
+        out = fun(leaf)
+        return [out.detach(), *torch.autograd.grad(out.double().sin().sum(), [leaf, *layer.parameters()])]
+
+    got, eager = gradients(as_torch(as_jax(lambda x: layer(x))), x), gradients(layer, x)
+    exact = gradients(layer.double(), x.double())
+    for ours, theirs, right in zip(got, eager, exact, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert _error(ours, right) <= 4 * _error(theirs, right) + torch.finfo(ours.dtype).eps
+
+
+def test_a_network_under_autocast_is_clipped() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 2), torch.nn.GroupNorm(2, 4), torch.nn.Flatten())
+    x = torch.randn(3, 2, 4, 4)
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().sum().sqrt() + model(x).float().sin().sum()
+
+    mt.clipped_backward(net, loss, max_grad_norm=0.5, expected_batch_size=1)(x)
+    clipped = [torch.zeros_like(p) for p in net.parameters()]
+    for row in x:
+        each = torch.autograd.grad(loss(net, row[None]), [*net.parameters()])
+        norm = torch.stack([g.square().sum() for g in each]).sum().sqrt()
+        clipped = [c + g * (0.5 / norm).clamp(max=1) for c, g in zip(clipped, each, strict=True)]
+    for p, expected in zip(net.parameters(), clipped, strict=True):
+        torch.testing.assert_close(p.grad, expected, rtol=3e-2, atol=3e-3)

@@ -348,3 +348,22 @@ def test_a_function_that_leaves_a_switch_of_torchs_changed_is_refused(name: str,
     with pytest.raises(TypeError, match=rf"the function leaves torch\.{name}\(.*\) changed"):
         call(torch.ones(4))
     assert [ask() for ask, _ in flags._SWITCHES.values()] == before
+
+
+@pytest.mark.parametrize("entry", ["as_torch", "microbatch", "clipped_grad"])
+def test_the_dtype_that_autocast_takes_by_default_is_never_stale(entry: str) -> None:
+    """torch reads it where the function opens autocast without one."""
+    w, x = torch.tensor([[1.0009765625]]), torch.ones(1, 1)  # 1 + 2**-10, which bfloat16 does not hold
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu"):
+            return (x @ w).float().sum()
+
+    call = {
+        "as_torch": as_torch(as_jax(loss)),
+        "microbatch": mt.microbatch(loss, 1, 1),
+        "clipped_grad": lambda w, x: mt.clipped_grad(loss, l2_clip_norm=1e6, return_values=True)(w, x)[1].values[0],
+    }[entry]
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with _called(lambda d: torch.set_autocast_dtype("cpu", d), dtype, torch.bfloat16):
+            assert call(w, x) == loss(w, x)

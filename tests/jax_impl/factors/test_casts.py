@@ -292,3 +292,33 @@ def test_the_bound_holds_where_squares_are_flushed_to_zero(size):
     for row in x:
         clipped = np.asarray(fun(jnp.ones((4, 6)), row[None]), np.float64)
         assert np.linalg.norm(clipped) <= 1e-21 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("size", [None, 1])
+def test_parameters_of_8_bits(dtype, size):
+    """JAX promotes them to no other type by itself."""
+    losses = {
+        "entries": lambda w, x: jnp.sum(w.astype(f32) * x),
+        "product": lambda w, x: (x.astype(w.dtype) @ w).astype(f32).sum(),
+        "sequence": lambda w, x: jnp.tanh(jnp.outer(x[0], x[0]) @ w.astype(f32)).sum(),
+    }
+    w, x = jnp.ones(2, dtype), jnp.array([[1.0, 2], [0.5, 0.25], [8, 4]])
+    for loss in losses.values():
+        each = jax.vmap(jax.grad(loss), (None, 0))(w, x[:, None]).astype(f32)
+        parts = each * jnp.minimum(1, 1 / jnp.linalg.norm(each, axis=1, keepdims=True))
+        for fun, expected in (
+            (lambda *args, f=loss: micro_grad(f, microbatch_size=size)(*args)[0], each.sum(0)),
+            (clipped_grad(loss, l2_clip_norm=1.0, microbatch_size=size), parts.sum(0)),
+        ):
+            got = fun(w, x)
+            assert got.dtype == dtype
+            np.testing.assert_allclose(got.astype(f32), expected, rtol=0.15)
+
+
+@pytest.mark.parametrize("number", [0.1, 2.0, np.float64(0.5), 3])
+def test_parameters_times_numbers_of_python(number):
+    loss = lambda b, y: jnp.sum(jnp.stack([b * number, b + b * number]) * y)
+    y = jnp.arange(6.0).reshape(3, 2)
+    got = clipped_grad(loss, l2_clip_norm=1e6, keep_batch_dim=False)(jnp.ones(2), y)
+    np.testing.assert_allclose(got, jax.vmap(jax.grad(loss), (None, 0))(jnp.ones(2), y).sum(0), rtol=1e-6)
