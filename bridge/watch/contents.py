@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import decimal
 import enum
 import gc
 import inspect
@@ -34,6 +35,7 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.Size, jax.tree_util.PyTreeDef),
 )
 EXACTLY_PLAIN = frozenset(PLAIN) - {complex}
+_NAMED = (float, *PLAIN, torch.Tensor, types.ModuleType, type)
 _MANY = 256  # fields or entries
 _LONG = 10_000  # of a longer list of tensors the function reads some: its trace meets those
 _DEPTH = 3  # of libraries' objects in one another
@@ -205,6 +207,9 @@ class Contents:
                 self.parts.append(locks.state(x))
         elif isinstance(x, logging.Logger):
             self.parts.append((x.getEffectiveLevel(), x.manager.disable))
+            self.plain_fields(x, path)
+        elif isinstance(x, decimal.Context):
+            self.parts.append(repr(x))
         elif type(x).__module__ == "multiprocessing.sharedctypes" and hasattr(x, "get_obj"):
             self.visit(x.get_obj(), path)
         elif isinstance(x, torch.autocast):  # the rest is what it found when it was entered
@@ -222,9 +227,28 @@ class Contents:
         else:
             self._content(x, path)
 
+    def plain_fields(self, x: object, path: Path) -> None:
+        """Look at what the code names, but functions, of what leads everywhere: a library's module, class or log."""
+        is_namespace = isinstance(x, (type, types.ModuleType))
+        if is_namespace and id(x) in self.seen:
+            return
+        self.seen.setdefault(id(x), len(self.seen))
+        fields = getattr(x, "__dict__", {})
+        names = self.names if is_namespace else self.names | {f"_{name}" for name in self.names}  # behind a property
+        found = {k: fields[k] for k in names & fields.keys() if isinstance(fields[k], _NAMED)}
+        if found and is_namespace:
+            owner = x if isinstance(x, type) else fields
+            self.found_places.append(Place(owner, getattr(x, "__name__", type(x).__name__), frozenset(found), True))
+        for name in sorted(found):
+            self.parts.append(name)
+            self.visit(found[name], (path, f".{name}"))
+
     def _content(self, x: object, path: Path) -> None:
         """All that an object holds, where the code that reads it is a library's and not looked into."""
-        if self.depth >= _DEPTH or type(x).__module__.partition(".")[0] in _OPAQUE:
+        if type(x).__module__.partition(".")[0] in _OPAQUE:
+            self.plain_fields(x, path)
+            return
+        if self.depth >= _DEPTH:
             return
         self.depth += 1
         fields = getattr(x, "__dict__", None)

@@ -214,6 +214,7 @@ class Walk(Contents):
         elif isinstance(x, (types.ModuleType, type)) and not is_users(x):
             self.met_clock = self.met_clock or is_clock(x)
             add(Same(x))
+            self.plain_fields(x, path)
         elif isinstance(x, type):
             self._class_part(x, path)
             self._constructors(x, path)
@@ -397,6 +398,8 @@ class Walk(Contents):
         for base in cls.__mro__:
             if is_users(base):
                 self._base(base, (path, ""))
+            else:
+                self.plain_fields(base, path)
 
     def _base(self, cls: type, path: Path) -> None:
         if id(cls) in self.seen:
