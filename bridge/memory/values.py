@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from ..base.torch_internals import FakeTensor, is_functorch_wrapped_tensor
 from ..base.versions import enable_x64, native_export, native_import
 from .dtypes import NUMPY_DTYPES, TO_JAX, has_torch_dtype, jax_dtype, torch_dtype
 
@@ -241,8 +242,6 @@ def _import_publicly(tensor: torch.Tensor) -> jax.Array:
 
 def check_kind(tensor: torch.Tensor) -> None:
     """Raise the error that says why JAX cannot have this tensor, if there is a known reason."""
-    from ..base.torch_internals import FakeTensor, is_functorch_wrapped_tensor  # only errors need these
-
     if is_functorch_wrapped_tensor(tensor):
         kind, way_out = "tensor seen inside torch.func (vmap, grad, jvp, ...)", "call a function made by as_torch there"
     elif isinstance(tensor, FakeTensor):
@@ -352,8 +351,6 @@ def results_to_tensors(
 
 def has_own_data(tensor: torch.Tensor) -> bool:
     """Tell whether the tensor has data of its own, in order; an exported program notes shapes by tensors without."""
-    from ..base.torch_internals import FakeTensor
-
     is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
     return is_dense and type(tensor) is not FakeTensor
 

@@ -983,6 +983,7 @@ def test_other_threads_and_profilers_are_left_alone() -> None:
 
 
 def test_an_autocast_object_that_is_held_compiles_once() -> None:
+    torch.manual_seed(0)
     layer = torch.nn.Linear(3, 2)
     layer.forward = torch.autocast("cpu", torch.bfloat16)(layer.forward)
     call = mt.as_torch(mt.as_jax(lambda x: layer(x)))
