@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import torch
 
 from ..jax_impl.program.trees import PyTree
-from .call.as_torch import as_torch, made_from
+from .call.as_torch import as_torch, made_from, only_maps
 from .memory.trees import Structure, to_jax_tree, to_torch_tree
 from .memory.values import array_to_tensor
 from .tracing import as_jax
@@ -26,6 +26,7 @@ Fun = TypeVar("Fun", bound=Callable[..., PyTree])
 T = TypeVar("T")
 _MARK = "__microtome_jax__"
 _JAX_MODULES = ("jax", "jaxlib", "optax", "microtome.jax_impl")
+_MAPS = (jax.vmap, jax.jit, jax.checkpoint, jax.lax.map, jax.lax.scan)  # they take no derivatives
 _QUESTIONS = itertools.count()
 _JAX_CODE = os.path.join(os.path.dirname(jax.__file__), "")
 
@@ -78,7 +79,10 @@ def lift(transform: Callable[..., PyTree]) -> Callable[..., PyTree]:
             args, kwargs = structure.join(arrays)
             return transform(*args, **kwargs)
 
-        return _out(as_torch(apply)(*tensors) if tensors else apply())
+        made = apply if tensors else apply()
+        if getattr(transform, "func", transform) in _MAPS:
+            only_maps(made, *filter(callable, structure.fixed))
+        return _out(as_torch(made)(*tensors) if tensors else made)
 
     return lifted
 

@@ -150,7 +150,7 @@ class _Traced:
             outputs, finals = results[:count], results[count:]
             carried = dict(zip(made.flat.carried, outputs[count - len(made.flat.carried) :], strict=True))
             _write_back(made, arrays, finals, carried, walk, outer)
-            _leave(made, arrays, outputs, walk, outer)
+            _leave(made, arrays, outputs, walk, outer, args, kwargs)
             assert made.flat.shape is not None
             result = made.flat.shape.join(outputs)
             return result if made.flat.mode.once else jax.tree.map(_as_array, result)
@@ -165,7 +165,7 @@ class _Traced:
         if once:
             grad = outer is None or (outer.grad and not outer.is_quiet)
         else:  # of a derivative that the call takes, whatever autograd does around it
-            grad = outer is None or outer.grad or not outer.only_maps
+            grad = outer is None or outer.grad or not (outer.only_maps or outer.is_only_mapped())
         histories = {} if outer is None else outer.histories
         own = tuple(histories.get(id(a)) for a in arrays)
         mode = Mode(once, grad, tuple(map(_is_differentiated, arrays)), own, surroundings())
@@ -207,7 +207,7 @@ class _Traced:
             start.restore()
             changes = now.key != walk_again().key
             left.restore()
-        if changes:
+        if changes or made.flat.holds_objects:
             (remember_change if outer is None else outer.changing.append)(walk.identity)
         if written_count() != before[0]:  # the key leaves out now what the function was seen to write to
             walk = now
@@ -286,7 +286,7 @@ def _write_back(
             outer.tensors[id(tensor)], outer.traced_for = value, object()
 
 
-def _leave(made: Specialised, arrays: Arrays, outputs: Arrays, walk: Walk, outer: Call | None) -> None:
+def _leave(made: Specialised, arrays: Arrays, outputs: Arrays, walk: Walk, outer: Call | None, *given: Any) -> None:
     """Put what the function leaves behind into its places; a compiled call does so each time that it runs."""
     effects, captured = made.flat.effects, made.tracing.captured
     tensors: dict[sources.Basic, torch.Tensor] = {}
@@ -311,7 +311,8 @@ def _leave(made: Specialised, arrays: Arrays, outputs: Arrays, walk: Walk, outer
     )
     outer.strided = outer.strided or made.flat.strided
     places = walk.places
-    outer.left += [Left(places, effect, basic) for effect in effects]
+    arguments = outer.arguments_among(*given) if effects else []
+    outer.left += [Left(places, effect, basic, arguments) for effect in effects]
     if made.flat.mode.once:  # the next function that the call runs finds what this one left
         outer.before += bindings.leave(effects, places, within)
         outer.traced_for = object() if effects else outer.traced_for

@@ -40,10 +40,19 @@ def backends_are_initialized() -> bool:
 
 def mapping_trace() -> object:
     """Return what JAX traces now, seen through ``grad``, ``jvp`` and ``linearize``: the same in and around these."""
+    return _trace_around("JVPTrace", "LinearizeTrace")
+
+
+def unmapped_trace() -> object:
+    """Return what JAX traces now, seen through ``vmap``: the same in and around it."""
+    return _trace_around("BatchTrace")
+
+
+def _trace_around(*kinds: str) -> object:
     try:
         core = importlib.import_module("jax._src.core")
         trace = core.trace_ctx.trace
-        while type(trace).__name__ in ("JVPTrace", "LinearizeTrace"):
+        while type(trace).__name__ in kinds:
             trace = trace.parent_trace
         return trace
     except AttributeError:

@@ -15,14 +15,14 @@ from ..base.errors import TraceError, located, user_line
 from ..effects.bindings import Effect, entries, is_row, leave, span
 from ..effects.containers import Bound
 from ..effects.sources import Basic, Given, from_basic
-from ..memory.trees import to_torch_tree
+from ..memory.trees import containers_in, to_torch_tree
 from ..record.captured import Captured, is_traced_tensor, recording
 from ..watch.places import Place, path_name, remember_change
 from ..watch.walk import is_traced
 from .autograd import apply, find_program
 from .compilation import Draw
 from .flat import Outline, Root
-from .preparing import MAPS, prepare
+from .preparing import MAPS, is_mapping, prepare
 
 _MADE = "__microtome_made__"
 
@@ -69,9 +69,9 @@ def as_torch(jax_fun: Callable[..., PyTree], *, recompute: bool = False) -> Call
     return fun
 
 
-def only_maps(jax_fun: Callable[..., PyTree], inner: Callable[..., PyTree]) -> None:
-    """Mark a JAX function that runs a torch function in slices or steps and takes no derivatives of its own."""
-    if is_traced(inner):  # one written in JAX may take any
+def only_maps(jax_fun: Callable[..., PyTree], *inner: Callable[..., PyTree]) -> None:
+    """Mark a JAX function that runs torch functions in slices or steps and takes no derivatives of its own."""
+    if all(is_traced(fun) or is_mapping(fun) for fun in inner):  # one written in JAX may take any
         setattr(jax_fun, MAPS, jax_fun)
 
 
@@ -90,13 +90,13 @@ def _call(
         assert root.outline is not None
         if root.outline.regains and not torch.is_grad_enabled():
             with torch.enable_grad():
-                return _run(*prepare(jax_fun, recompute, args, kwargs, is_quiet=True))
+                return _run(*prepare(jax_fun, recompute, args, kwargs, is_quiet=True), args, kwargs)
     except (TypeError, ValueError) as error:
         raise located(error) from error.__cause__
-    return _run(root, tensors)
+    return _run(root, tensors, args, kwargs)
 
 
-def _run(root: Root, tensors: list[torch.Tensor]) -> PyTree:
+def _run(root: Root, tensors: list[torch.Tensor], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     assert root.outline is not None
     outer = recording()
     key: Draw = None
@@ -113,14 +113,14 @@ def _run(root: Root, tensors: list[torch.Tensor]) -> PyTree:
     places = root.walk.places if root.outline.effects else []
     root.before = entries(root.outline.effects, places)
     outputs = apply(root, key, tensors)
-    _leave(root, places, outputs)
+    _leave(root, places, outputs, lambda i: containers_in(args, kwargs)[i])
     if root.outline.changing:
         for identity in (*root.outline.changing, root.walk.identity):
             remember_change(identity)
     return to_torch_tree(root.outline.shape.join(outputs))
 
 
-def _leave(root: Root, places: list[Place], outputs: Sequence[Any]) -> None:
+def _leave(root: Root, places: list[Place], outputs: Sequence[Any], argument: Callable[[int], object]) -> None:
     """Put what the call leaves behind into its places."""
     left = root.outline
     assert left is not None
@@ -137,7 +137,7 @@ def _leave(root: Root, places: list[Place], outputs: Sequence[Any]) -> None:
         bases = effect.after.bases if isinstance(effect.after, Bound) else ()
         return not any(tensor(base) is None or is_row(tensor(base)) for base in bases)
 
-    leave(list(filter(is_kept, left.effects)), places, from_basic(tensor))
+    leave(list(filter(is_kept, left.effects)), places, from_basic(tensor), argument)
 
 
 def _check_inside(outline: Outline) -> None:

@@ -17,7 +17,7 @@ from ..base.errors import TraceError
 from ..derive.context import Call
 from ..derive.primitives import Arrays
 from ..effects.bindings import Effect, Entry, restore
-from ..effects.containers import Moved, Replacing, part_at
+from ..effects.containers import Bound, Moved, Replacing, part_at
 from ..effects.sources import Basic, Given, Made, Source, renumbered
 from ..memory.trees import Structure, is_array, to_jax_tree
 from ..memory.values import unusual_stride
@@ -134,10 +134,11 @@ class Root(Flat):
             left = standing.get((moved.place, moved.key), moved)
             return moved if left is moved else part_at(left, part.path)
 
-        for places, effect, tensor in call.left:
+        for places, effect, tensor, arguments in call.left:
             if places is not last:
                 last, standing = places, {(e.place, e.key): e.after for e in call.effects}
-                new = Replacing(functools.partial(replace, places=places, tensor=tensor))
+                join = functools.partial(_with_parts, arguments=arguments)
+                new = Replacing(functools.partial(replace, places=places, tensor=tensor), join)
             place = self._place(places[effect.place])
             if place is None:
                 name = places[effect.place].name(effect.key)
@@ -154,6 +155,11 @@ class Root(Flat):
     def position(self, tensor: torch.Tensor) -> int | None:
         """Which input a tensor is."""
         return next((i for i, t in enumerate(self.inputs) if t is tensor), None)
+
+
+def _with_parts(bound: Bound, parts: tuple[object, ...], arguments: Sequence[int | None]) -> Bound:
+    argument = None if bound.argument is None else arguments[bound.argument]
+    return dataclasses.replace(bound, parts=parts, argument=argument)
 
 
 class VectorJacobianProduct(Flat):

@@ -18,10 +18,11 @@ from ..base import torch_internals as ti
 from ..base.errors import FloatsAreStatic, TraceError, user_line, warn
 from ..base.user_code import is_partly_users
 from ..base.versions import weak_float
+from ..derive.context import current_call
 from ..effects.renumbering import elsewhere, places_in
 from ..effects.side_effects import Watched
 from ..memory.devices import forked_child, start_jax
-from ..memory.trees import Structure, argument_name, bound_arguments, moves, to_jax_tree
+from ..memory.trees import Structure, argument_name, bound_arguments, containers_in, moves, to_jax_tree
 from ..memory.values import array_to_tensor, tensor_to_array, unusual_stride
 from ..record.captured import is_traced_tensor, recording
 from ..record.nodes import History
@@ -120,7 +121,8 @@ class _Preparation:
         with torch._C.DisableTorchFunction():
             forms = tuple((t.dtype, t.shape, t.device, self.grad and t.requires_grad) for t in self.arguments)
         structure = self.structure.treedef, self.structure.moves, self.floats
-        fixed = *structure, recompute, surroundings(), strides, is_quiet
+        self.only_maps = is_mapping(jax_fun)
+        fixed = *structure, recompute, surroundings(), strides, is_quiet, self.only_maps
         self.forms = forms, self.grad
         self.walk = Walk(jax_fun, self.structure.fixed, (fixed, self.forms))
         _check_parametrizations(self.walk)
@@ -208,13 +210,21 @@ class _Preparation:
         key = self.walk.key, self.fixed
         root = Root(key, self._body, self.arguments, captured, self.walk, self.recompute, self.is_quiet)
         root.has_floats, root.histories, root.static = bool(self.floats), self.histories, self.structure.fixed
-        root.only_maps = getattr(self.fun, "__dict__", {}).get(MAPS) is self.fun
+        root.only_maps = self.only_maps
         return root, list(map(ti.unwrap_if_dead, root.inputs))  # state may be left by a transform that is over
 
     def _body(self, *arrays: jax.Array) -> PyTree:
         leaves = (weak_float(a) if i in self.floats else a for i, a in enumerate(arrays))
         args, kwargs = self.structure.join(leaves)
+        call = current_call()
+        assert call is not None
+        call.arguments = containers_in(args, kwargs)
         return self.fun(*args, **kwargs)
+
+
+def is_mapping(fun: Callable[..., PyTree]) -> bool:
+    """Whether a JAX function is marked as one that takes no derivatives of its own."""
+    return getattr(fun, "__dict__", {}).get(MAPS) is fun
 
 
 def _check_classes(arguments: Sequence[torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,9 +18,9 @@ import torch
 from jax.extend.core import ClosedJaxpr, get_opaque_trace_state
 
 from ..base import torch_internals as ti
-from ..base.versions import mapping_trace
+from ..base.versions import mapping_trace, unmapped_trace
 from ..memory.dtypes import torch_dtype
-from ..memory.trees import Structure
+from ..memory.trees import Structure, containers_in
 
 if TYPE_CHECKING:
     from ..effects.bindings import Effect, Entry
@@ -35,6 +35,7 @@ class Left(NamedTuple):
     places: Sequence[Place]
     effect: Effect
     tensor: Callable[[Basic], torch.Tensor]
+    arguments: Sequence[int | None]  # which containers of the call's arguments those of the function's are
 
 
 @dataclasses.dataclass
@@ -53,6 +54,7 @@ class Call:
     mutations: list[tuple[torch.Tensor, jax.Array, bool]] = dataclasses.field(default_factory=list)
     moved: set[int] = dataclasses.field(default_factory=set)  # ids of those that take the memory of the value too
     left: list[Left] = dataclasses.field(default_factory=list)
+    arguments: Sequence[object] = ()  # the containers among the arguments, as the call hands them on
     before: list[Entry] = dataclasses.field(default_factory=list)  # what stood in places that hold stand-ins now
     stand_ins: list[torch.Tensor] = dataclasses.field(default_factory=list)
     has_rows: bool = False  # the call runs for each row of torch.func.vmap
@@ -99,6 +101,11 @@ class Call:
         self.stand_ins.append(tensor)
         return tensor
 
+    def arguments_among(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[int | None]:
+        """Which containers of the call's arguments those are that one of its functions is given."""
+        numbers = {id(x): i for i, x in enumerate(self.arguments)}
+        return [numbers.get(id(x)) for x in containers_in(args, kwargs)]
+
     def keep_functions(self) -> None:
         """Where a function is returned, such as a pullback: it may hold no more of them than their recordings."""
         for made in self.functions:
@@ -112,6 +119,10 @@ class Call:
     def is_mapped(self) -> bool:
         """Whether a transform that runs the function for several rows or steps (vmap, scan) stands in between."""
         return self.mapping is not mapping_trace()
+
+    def is_only_mapped(self) -> bool:
+        """Whether nothing but ``vmap`` stands in between: no derivative, and nothing that JAX keeps for one."""
+        return self.mapping is unmapped_trace()
 
     def is_outside(self, value: object) -> bool:
         """Whether a value does not differ between the rows of such a transform."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +19,10 @@ from ..base.errors import TraceError, user_line
 from ..memory.trees import is_leaf, join_level, split_level
 from ..record.captured import Captured
 from ..watch.places import ABSENT, ORDER, Place, read_entry, write
-from .containers import Bound, Moved, Replacing, is_plain
+from .containers import Bound, Moved, Replacing, is_known_by_name, is_object, is_plain
 from .sources import Constant, Given, Made, Source, View, positions
 
 UNKNOWN: object = object()
-
-
-_BY_NAME = (type, types.ModuleType, types.BuiltinFunctionType)  # the same for all calls with one key
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,9 +47,23 @@ def put(tensor: torch.Tensor, value: torch.Tensor, moves: bool) -> None:
 Entry = tuple[Place, Any, object]  # a place, the key there, and the value
 
 
-def leave(effects: Sequence[Effect], places: Sequence[Place], tensor: Callable[[Source], torch.Tensor]) -> list[Entry]:
-    """Write what a call leaves behind; what stood in these places before."""
-    value = Replacing(lambda part: part.find(places) if isinstance(part, Moved) else tensor(part), join_level)
+def leave(
+    effects: Sequence[Effect],
+    places: Sequence[Place],
+    tensor: Callable[[Source], torch.Tensor],
+    argument: Callable[[int], object] | None = None,
+) -> list[Entry]:
+    """Write what a call leaves behind; what stood in these places before.
+
+    ``argument`` gives the containers among the arguments, where the caller is to find his own.
+    """
+
+    def join(bound: Bound, parts: tuple[object, ...]) -> object:
+        if argument is None or bound.argument is None:
+            return join_level(bound.form, parts)
+        return argument(bound.argument)
+
+    value = Replacing(lambda part: part.find(places) if isinstance(part, Moved) else tensor(part), join)
     values = [value(effect.after) for effect in effects]  # all are read before any is written
     before = entries(effects, places)
     for effect, new in zip(effects, values, strict=True):
@@ -105,10 +115,18 @@ class Results:
     """
 
     def __init__(
-        self, arguments: Sequence[Any], returned: Iterable[Any], captured: Captured | None, once: bool
+        self,
+        arguments: Sequence[Any],
+        returned: Iterable[Any],
+        captured: Captured | None,
+        once: bool,
+        containers: Sequence[object],
     ) -> None:
         self.tensors: list[Any] = list(returned)
-        self._arguments, self._captured, self._once = list(arguments), captured, once
+        self._arguments, self._captured, self.once = list(arguments), captured, once
+        # The containers among the arguments, by their ids. An example has none of the caller's.
+        self.given = {id(x): i for i, x in enumerate(containers)} if once else {}
+        self.holds_objects = False  # whether a container holds an object that no call could make again
         self._kept: list[torch.Tensor] = []
         self._standing: Mapping[int, object] = {}
         self._values: dict[int, tuple[object, Bound | None]] = {}  # the value keeps its id from being given away
@@ -121,7 +139,11 @@ class Results:
             children, form = split_level(value)
             parts = [self._part(child, name) for child in children]
             is_known = not any(part is UNKNOWN for part in parts)
-            self._values[id(value)] = value, Bound(form, tuple(parts)) if is_known else None
+            if id(value) not in self.given:
+                self.holds_objects |= any(
+                    part is child and is_object(child) for part, child in zip(parts, children, strict=True)
+                )
+            self._values[id(value)] = value, Bound(form, tuple(parts), self.given.get(id(value))) if is_known else None
         bound = self._values[id(value)][1]
         if bound is _UNFINISHED:
             raise TraceError(
@@ -138,7 +160,7 @@ class Results:
                     self._sources[id(value)] = value, self._source(value, name)
                 source = self._sources[id(value)][1]
             return UNKNOWN if source is None else source
-        if is_plain(value) or isinstance(value, _BY_NAME):
+        if is_plain(value) or is_known_by_name(value):
             return value
         if id(value) in self._standing:
             return self._standing[id(value)]
@@ -158,7 +180,7 @@ class Results:
         if self._captured is None:  # torch2jax runs the function at each call
             return Constant(tensor)
         if ti.is_functorch_wrapped_tensor(tensor):
-            if self._once and is_row(tensor):
+            if self.once and is_row(tensor):
                 raise TraceError(
                     f"{user_line()}: the traced function assigns a row of torch.func.vmap to {name}, which has no "
                     "meaning after it. Return it from the function that is mapped, and assign what vmap returns."
@@ -166,11 +188,11 @@ class Results:
             tensor = unwrapped(tensor)
         argument = next((i for i, t in enumerate(self._arguments) if t is tensor), None)
         if argument is not None:
-            return Given(argument) if self._once else None
+            return Given(argument) if self.once else None
         captured = self._captured.position(tensor)
         if captured is not None:
             return Given(len(self._arguments) + captured)
-        if not self._once:
+        if not self.once:
             constant = self._captured.constant(tensor)
             return None if constant is None else Constant(constant)
         return self._made(tensor, name)
@@ -190,10 +212,16 @@ class Results:
                 f"requires_grad_()) and assigns it to {name}. Make it before the call."
             )
         assert self._captured is not None
-        inputs = [*self._arguments, *(self._captured.stand_ins[id(t)] for t in self._captured.tensors)]
-        for i, other in enumerate(inputs):
+        inputs = [(t, t) for t in self._arguments]
+        inputs += ((self._captured.stand_ins[id(t)], t) for t in self._captured.tensors)
+        for i, (other, given) in enumerate(inputs):
             if _is_base(other, tensor):
-                return _view(tensor, other, Given(i))
+                view = _view(tensor, other, Given(i))
+                if view.is_whole or tuple(given.stride()) == view.base_stride:
+                    return view
+        # With a history that only one of them has, say, or of memory that is laid out in another way than in the trace.
+        if any(_share_memory(other, tensor) and not _is_unknown(other) for other, _ in inputs):
+            raise _not_repeated(name, "one from before the call")
         group = [t for t in self._kept if _overlap(t, tensor)]
         base = self._base(tensor, group, name) if len(group) > 1 else tensor
         known = next((i for i, t in enumerate(self.tensors) if t is base), None)
@@ -211,10 +239,14 @@ class Results:
         for other in (*self.tensors, *self._kept, *map(whole, group)):
             if other is not None and _is_in_order(other) and all(_is_base(other, t) for t in group):
                 return other
-        raise TraceError(
-            f"{user_line()}: the traced function assigns to {name} a tensor that shares its memory with another "
-            "one that it keeps, in a way that no call could repeat. Keep a copy: .clone()."
-        )
+        raise _not_repeated(name, "another one that it keeps")
+
+
+def _not_repeated(name: str, other: str) -> TraceError:
+    return TraceError(
+        f"{user_line()}: the traced function assigns to {name} a tensor that shares its memory with {other}, in a way "
+        "that no call could repeat. Keep a copy: .clone()."
+    )
 
 
 def _is_base(other: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -274,6 +306,11 @@ def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one is two or (_share_memory(one, two) and start < last and first < end)
 
 
+def _is_unknown(other: torch.Tensor) -> bool:
+    """Whether a tensor stands for a result of a function before, of whose memory nothing is known."""
+    return not any(other.stride()) and not _in_order(other).is_contiguous()
+
+
 def _shows(other: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a tensor of a trace is a part of the memory of another."""
     if not _share_memory(other, tensor) or other.storage_offset():
@@ -284,7 +321,7 @@ def _shows(other: torch.Tensor, tensor: torch.Tensor) -> bool:
         return False
     if _in_order(other).is_contiguous():
         return span(tensor)[1] <= other.numel() * other.element_size()
-    if not any(other.stride()):  # stands for a result of a function before, of which nothing is known
+    if _is_unknown(other):
         return False
     places = int(tensor.storage_offset()) + _different_positions(tensor)
     return bool(np.isin(places, _different_positions(other)).all())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
+import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +21,10 @@ from ..watch.places import ABSENT, Place, read_entry
 from .sources import Basic, Given, Made, Source, View
 
 ITSELF: object = object()  # under this key stands what a place belongs to: a list, a dict, an object
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Bound:
 
     form: jax.tree_util.PyTreeDef
     parts: tuple[object, ...]  # a source, a Bound or a Moved value; what is none of these stays
+    argument: int | None = None  # which container among the arguments it is, if any: the caller's own
 
     @property
     def bases(self) -> list[Basic]:
@@ -88,7 +94,9 @@ class Replacing:
     def __init__(
         self,
         of: Callable[[Source | Moved], object],
-        join: Callable[[jax.tree_util.PyTreeDef, tuple[object, ...]], object] = Bound,
+        join: Callable[[Bound, tuple[object, ...]], object] = lambda bound, parts: dataclasses.replace(
+            bound, parts=parts
+        ),
     ) -> None:
         self._of, self._join = of, join
         self._made: dict[int, object] = {}
@@ -96,7 +104,7 @@ class Replacing:
     def __call__(self, after: object) -> object:
         if isinstance(after, Bound):
             if id(after) not in self._made:
-                self._made[id(after)] = self._join(after.form, tuple(map(self, after.parts)))
+                self._made[id(after)] = self._join(after, tuple(map(self, after.parts)))
             return self._made[id(after)]
         return self._of(after) if isinstance(after, (Moved, Source)) else after
 
@@ -115,6 +123,17 @@ def is_plain(value: object) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_plain, value))
     return isinstance(value, _PLAIN)
+
+
+def is_known_by_name(value: object) -> bool:
+    """Whether a value is the same for all calls with one key: a class, a Python module, a function written in C."""
+    return isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType))
+
+
+def is_object(value: object) -> bool:
+    """Whether a value is something that may change, and that no call could make again: a set, an object of a class."""
+    fixed = is_plain(value) or is_known_by_name(value) or isinstance(value, (torch.Tensor, types.FunctionType))
+    return not fixed and is_leaf(value)
 
 
 def standing_in(contents: Sequence[Mapping[Any, object]], places: Sequence[Place]) -> dict[int, Moved]:
@@ -159,6 +178,21 @@ def held_in(value: object, standing: Container[int] = ()) -> list[object]:
             found[id(x)] = x
             rest += reversed(split_level(x)[0])
     return list(found.values())
+
+
+def is_put_together(value: object, standing: Container[int]) -> bool:
+    """Whether a value is a container of tensors, plain values and what stood somewhere, and of such containers."""
+    seen: set[int] = set()
+    rest = [] if is_leaf(value) else [value]
+    while rest:
+        for x in split_level(rest.pop())[0]:
+            if isinstance(x, torch.Tensor) or is_plain(x) or is_known_by_name(x) or id(x) in standing or id(x) in seen:
+                continue
+            if is_leaf(x):
+                return False
+            seen.add(id(x))
+            rest.append(x)
+    return not is_leaf(value)
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

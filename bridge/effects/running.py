@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.errors import TraceError, WrittenLeaf, is_raised_by_jax, noting_line, user_line
 from ..lowerings.signatures import Arguments, Function, Options
-from ..memory.trees import Structure, to_jax_tree, to_torch_tree
+from ..memory.trees import Structure, containers_in, to_jax_tree, to_torch_tree
 from ..memory.values import is_interpreted
 from ..record.captured import recording
 from ..record.nodes import History
@@ -55,6 +55,7 @@ class FlatFunction:
         self.scratch: list[Scratch] = []
         self.carried: list[int] = []  # captured tensors that were written to in place, with a history in autograd
         self.regains = False  # whether results have a history though autograd is off
+        self.holds_objects = False  # whether it keeps containers with objects that no call could make again
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.captured: list[torch.Tensor] | None = None  # set when the function has been traced
         self._before_backward: Watched | None = None
@@ -86,13 +87,15 @@ class FlatFunction:
             )
 
     def _run_first(self, tensors: Sequence[Any], watched: Watched) -> list[Any]:
-        returned, shape = Structure.split(self._run(tensors), self._is_tensor)
+        args, kwargs = to_torch_tree(self._structure.join(tensors))
+        returned, shape = Structure.split(self._run(tensors, args, kwargs), self._is_tensor)
         watched.check()
         current = None if self._is_interpreted else recording()
         if current is not None:
             current.check_arrays(array for _, array in self.walk.arrays)
-        results = Results(tensors, returned, current, self.mode.once)
+        results = Results(tensors, returned, current, self.mode.once, containers_in(args, kwargs))
         self.effects, self.scratch = watched.settle(results, first=self.shape is None)
+        self.holds_objects = results.holds_objects
         self._check_returned(shape)
         self.shape = shape
         if current is None:
@@ -132,7 +135,8 @@ class FlatFunction:
         for effect in self.effects:
             if effect.before is not UNKNOWN:
                 write(watched.places[effect.place], effect.key, effect.before)
-        returned = Structure.split(self._run(tensors), self._is_tensor)[0]
+        again = self._run(tensors, *to_torch_tree(self._structure.join(tensors)))
+        returned = Structure.split(again, self._is_tensor)[0]
         left: dict[int, torch.Tensor | None] = {}
         bound = [(e, e.after) for e in self.effects if isinstance(e.after, Bound)]
         for effect, after in bound:
@@ -147,8 +151,7 @@ class FlatFunction:
         carried = [self.captured[i] for i in self.carried]
         return [*returned, *extra, *(t.view_as(t) for t in carried)]
 
-    def _run(self, tensors: Sequence[Any]) -> object:
-        args, kwargs = to_torch_tree(self._structure.join(tensors))
+    def _run(self, tensors: Sequence[Any], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         containers = ArgumentContainers(args, kwargs)
         current = recording()
         if current is not None:
@@ -164,7 +167,7 @@ class FlatFunction:
                 if self._is_interpreted:
                     scope.enter_context(watching(self.walk.may_read_clocks))
                 else:
-                    scope.enter_context(answering(self.walk.flags))
+                    scope.enter_context(answering(self._flags()))
                     scope.enter_context(watching_fields(self.walk.classes, self.walk.names))
                 if not self.mode.once:
                     scope.enter_context(_NoBatchStatistics(self.walk))
@@ -189,6 +192,12 @@ class FlatFunction:
                 f"{user_line(error)}: JAX code was given a torch tensor. If the function is written in JAX, "
                 "mark it with microtome.torch_api.jax_function; else stay in torch ops there."
             ) from error
+
+    def _flags(self) -> dict[str, object]:
+        """What torch's switches say: within a derivative, autograd records whatever the caller does."""
+        in_derivative = self.mode.grad and not self.mode.once
+        name = "is_inference_mode_enabled"
+        return self.walk.flags | ({name: False} if in_derivative and name in self.walk.flags else {})
 
     def _note_autograd(self) -> None:
         """The function switches autograd on: what its arguments have there matters, whatever the caller has."""

@@ -36,7 +36,7 @@ from ..watch.places import ABSENT, ORDER, Place, path_name, put_in_order, read, 
 from ..watch.uses import is_named, uses
 from ..watch.walk import Walk
 from .bindings import UNKNOWN, Effect, Entry, Results
-from .containers import Bound, Moved, is_plain, made_anew, part_at, parts_of, standing_in, tensors_in
+from .containers import Bound, Moved, is_plain, is_put_together, made_anew, part_at, parts_of, standing_in, tensors_in
 from .escapes import traced_tensor_in
 from .sources import Constant, Source
 
@@ -178,7 +178,8 @@ class Watched:
         standing: dict[int, object] = dict(standing_in(self._before, self.places) if changes else {})
         results.expect((t for _, _, _, new in changes for t in tensors_in(new)), standing)
         orders = list(self._orders())
-        made = made_anew((new for _, _, _, new in changes), standing)
+        made = made_anew((new for _, _, _, new in changes), standing) | results.given.keys()
+        made |= self._put_together(changes, standing) if results.once else set()
         growing = {number for number, _, old, new in changes if old is ABSENT and id(new) in made}
         left = self._left_as_it_is(changes, made | standing.keys(), growing, standing)
         for number, key, old, new in changes:
@@ -217,6 +218,17 @@ class Watched:
         for value, name in kept:  # now that objects from before the call hold what they held
             _check_holds_no_trace(value, name)
         return effects, scratch
+
+    def _put_together(self, changes: Sequence[Change], standing: Container[int]) -> set[int]:
+        """Find the containers without tensors that each call can make again: no object may hold parts of them too."""
+        new = [
+            value
+            for number, key, old, value in changes
+            if not (value is ABSENT or is_tensor(value) or is_plain(value) or id(value) in standing)
+            and not (self.places[number].is_sequence and old is ABSENT)
+            and (not self.places[number].is_library or self._is_users(self.places[number], key, value))
+        ]
+        return set(map(id, new)) if all(is_put_together(value, standing) for value in new) else set()
 
     def _is_repeated(self, number: int, old: object, new: object, growing: Container[int]) -> bool:
         """Tell whether each call can write a value without tensors again: a plain one, but for what a log grows by."""

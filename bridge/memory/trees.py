@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -100,30 +100,36 @@ def to_jax_tree(tree: PyTree, leaf: Callable[[Any], object] = lambda x: x, is_de
     """
 
     def convert(x: PyTree) -> PyTree:
-        kind = type(x)
-        if isinstance(x, (torch.Tensor, torch.Size)):
-            return leaf(x)
-        if kind is PackedSequence:
+        if type(x) is PackedSequence:
             raise TypeError(
                 "a PackedSequence has batch sizes for which XLA would need shapes that depend on values. Pass the "
                 "padded tensor and the lengths (torch.nn.utils.rnn.pad_packed_sequence), and mask by the lengths."
             )
-        if kind is dict:
-            return Dict({k: inner(v) for k, v in x.items()})
-        if kind in torch_pytree.SUPPORTED_NODES and kind not in _JAX_NODES:  # the exact type: subclasses differ
-            children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(x)
-            return _Container([inner(c) for c in children], _Build(kind, context))
-        one_level = _one_level(x)
-        if one_level is not None:
-            children, build = one_level
-            return build([inner(c) for c in children])
-        if dataclasses.is_dataclass(x) and not isinstance(x, type) and _holds_tensor(x):
-            fields = tuple(f.name for f in dataclasses.fields(x))
-            return container(x, [inner(getattr(x, f)) for f in fields], fields)
-        return leaf(x)
+        level = _level(x)
+        if level is None:
+            return leaf(x)
+        children, build = level
+        return build([inner(c) for c in children])
 
     inner = convert if is_deep else leaf
     return convert(tree)
+
+
+def _level(x: Any) -> tuple[list[Any], Callable[[list[PyTree]], PyTree]] | None:
+    """What a container of torch's or JAX's holds, and how to build the node that JAX knows; None for a leaf."""
+    kind = type(x)
+    if isinstance(x, (torch.Tensor, torch.Size)):
+        return None
+    if kind is dict:
+        return list(x.values()), lambda children: Dict(zip(x, children, strict=True))
+    if kind in torch_pytree.SUPPORTED_NODES and kind not in _JAX_NODES:  # the exact type: subclasses differ
+        children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(x)
+        return children, lambda children: _Container(children, _Build(kind, context))
+    one_level = _one_level(x)
+    if one_level is None and dataclasses.is_dataclass(x) and not isinstance(x, type) and _holds_tensor(x):
+        fields = tuple(f.name for f in dataclasses.fields(x))
+        return [getattr(x, f) for f in fields], lambda children: container(x, children, fields)
+    return one_level
 
 
 def to_torch_tree(tree: PyTree, leaf: Callable[[Any], object] = lambda x: x) -> PyTree:
@@ -173,6 +179,18 @@ def is_leaf(x: object) -> bool:
     """Whether a value is no container that could be put together again."""
     form = split_level(x)[1]
     return bool(jax.tree_util.treedef_is_leaf(form) and form.num_leaves == 1)
+
+
+def containers_in(args: Iterable[object], kwargs: Mapping[str, object]) -> list[Any]:
+    """The containers among the arguments of a call, each before those in it."""
+    found, rest = [], [*args, *kwargs.values()][::-1]
+    while rest:
+        x = rest.pop()
+        level = _level(x)
+        if level is not None:
+            found.append(x)
+            rest += level[0][::-1]
+    return found
 
 
 def without_rows(tree: PyTree) -> tuple[PyTree, jax.Array | int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import decimal
 import enum
@@ -200,7 +201,7 @@ class Contents:
         elif isinstance(x, torch.Generator):
             self.parts.append(x.initial_seed())
         elif isinstance(x, locks.LOCKS):
-            if isinstance(x, threading.Event):
+            if isinstance(x, (threading.Event, asyncio.Event)):
                 self.parts.append(x.is_set())
             elif not locks.MOVES.isdisjoint(self.names):  # with statements put back what they take
                 self.locks.append((path_name(path), x))
@@ -218,6 +219,12 @@ class Contents:
             self.met |= set(strings_in(gc.get_referents(x)))
         elif isinstance(x, (io.BytesIO, io.StringIO)):
             self.parts.append((x.getvalue(), x.tell()))
+        elif (type(x).__module__, type(x).__name__) == ("sqlite3", "Connection"):
+            if self.is_strict():
+                raise TraceError(
+                    f"{path_name(path) or 'the function'} is a connection to a database, which may give something else "
+                    "each time, and a traced function runs once. Pass in what it gives as an argument."
+                )
         elif isinstance(x, io.IOBase):
             if self.is_strict() and not x.closed and x.readable():
                 raise TraceError(

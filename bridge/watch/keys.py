@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import hashlib
 import itertools
@@ -134,6 +135,14 @@ def empty_cache(fun: Cached) -> None:
     """Empty the cache of a ``functools.cache`` without counting it as the user's doing."""
     fun.cache_clear()
     _MISSES[fun] = 0, _MISSES.get(fun, (0, 0))[1]
+
+
+def registered_at(x: object) -> Hashable:
+    """The classes that were registered at an abstract one; None for anything else."""
+    if not isinstance(x, abc.ABCMeta):
+        return None
+    registry: set[weakref.ref[type]] = abc._get_dump(x)[0]  # type: ignore[attr-defined]
+    return frozenset(registry)
 
 
 _NO_MEMORY: weakref.WeakSet[type] = weakref.WeakSet()

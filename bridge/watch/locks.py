@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
 _LOCK: type = type(threading.Lock())
 _RLOCK: Any = type(threading.RLock())
-LOCKS = (_LOCK, _RLOCK, threading.Condition, threading.Semaphore, threading.Event, threading.Barrier)
+LOCKS = (_LOCK, _RLOCK, threading.Condition, threading.Semaphore, threading.Event, threading.Barrier, asyncio.Event)
 # Code that mentions one of these may ask for what a lock says, or change it.
 MOVES = frozenset({"acquire", "release", "locked", "wait", "abort", "reset", "broken", "n_waiting", "_value"})
 

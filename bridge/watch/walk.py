@@ -20,6 +20,7 @@ import inspect
 import os
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -33,7 +34,7 @@ from ..base.errors import TraceError
 from ..base.user_code import is_partly_users, is_users, is_users_file
 from .contents import EXACTLY_PLAIN, PLAIN, Contents, is_iterator, kind_of
 from .flags import FLAGS, asked_by_function
-from .keys import Key, Same, has_been_filled, memory_of, times_cleared
+from .keys import Key, Same, has_been_filled, memory_of, registered_at, times_cleared
 from .logs import Logs, is_traced_so, logs_of
 from .names import (
     EVERY_METHOD,
@@ -58,6 +59,8 @@ _SURROUNDINGS: dict[str, Callable[[], object]] = {
     "environ": os.environ.items,
     "getenv": os.environ.items,
     "getcwd": os.getcwd,
+    "current_thread": lambda: threading.current_thread().name,
+    "get_ident": threading.get_ident,
     "default_generator": torch.initial_seed,
     "argv": lambda: tuple(sys.argv),
     "getrecursionlimit": sys.getrecursionlimit,
@@ -213,7 +216,7 @@ class Walk(Contents):
             self.builtin(x, path)
         elif isinstance(x, (types.ModuleType, type)) and not is_users(x):
             self.met_clock = self.met_clock or is_clock(x)
-            add(Same(x))
+            self.parts += (Same(x), registered_at(x))
             self.plain_fields(x, path)
         elif isinstance(x, type):
             self._class_part(x, path)
@@ -410,7 +413,7 @@ class Walk(Contents):
 
     def _namespace(self, x: type | types.ModuleType, path: Path) -> None:
         """A class or a Python module of the user's."""
-        self.parts.append(Same(x))
+        self.parts += (Same(x), registered_at(x))
         fields = dict(vars(x))
         for name, value in fields.items():  # called without being named
             value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value

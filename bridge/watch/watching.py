@@ -9,6 +9,8 @@ What libraries read for themselves, such as the time for a log, is left alone, a
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import builtins
 import contextlib
 import datetime
@@ -21,6 +23,7 @@ import random
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -226,7 +229,7 @@ def _is_followed_by_name(thing: object, name: str) -> bool:
 
 @contextlib.contextmanager
 def watching_fields(classes: Iterable[type], names: frozenset[str]) -> Iterator[None]:
-    """While this thread runs the user's code: see what libraries read of the objects of his classes.
+    """While this thread runs the user's code: see what libraries and ``__repr__`` read of objects of his classes.
 
     ``names`` are those that the walk over the function follows already.
     """
@@ -235,7 +238,8 @@ def watching_fields(classes: Iterable[type], names: frozenset[str]) -> Iterator[
     def read(thing: object, name: str) -> object:
         if name not in names and threading.get_ident() == owner and not name.startswith("__"):
             frame = sys._getframe(1)
-            code = asked_by(frame) if reader(frame.f_code.co_filename) == "library" else None
+            is_seen = reader(frame.f_code.co_filename) != "library" and frame.f_code.co_name != "__repr__"
+            code = None if is_seen else _asked_by_repr(frame)
             if code is not None:
                 remember_read(code, (name,))
         return object.__getattribute__(thing, name)
@@ -251,6 +255,15 @@ def watching_fields(classes: Iterable[type], names: frozenset[str]) -> Iterator[
     finally:
         for cls in patched:
             del cls.__getattribute__
+
+
+def _asked_by_repr(frame: types.FrameType | None) -> types.CodeType | None:
+    """The user's code for which a frame reads something, through ``__repr__`` too: no code names that it calls it."""
+    code = asked_by(frame)
+    while frame is not None and code is not None and code.co_name == "__repr__":
+        frame = frame.f_back
+        code = asked_by(frame)
+    return code
 
 
 def _runs_code(original: Function) -> Function:
@@ -314,12 +327,27 @@ def _opens(original: Function) -> Function:
 
 
 def _moves_event(original: Function) -> Function:
-    def move(event: threading.Event) -> None:
+    def move(event: threading.Event | asyncio.Event) -> None:
         if _ACTIVE.depth and event.is_set() != (original.__name__ == "set") and asked_by(sys._getframe(1)) is not None:
-            _refuse("sets or clears a threading.Event, which it would do once", "do that outside of the function.")
+            _refuse(
+                f"sets or clears a {type(event).__module__.partition('.')[0]}.Event, which it would do once",
+                "do that outside of the function.",
+            )
         original(event)
 
     return move
+
+
+def _registers(original: Function) -> Function:
+    def register(*args: Any, **kwargs: Any) -> object:
+        if _ACTIVE.depth and reader(sys._getframe(1).f_code.co_filename) == "user":
+            _refuse(
+                f"registers a call by {original.__qualname__.removesuffix('.__init__')}, which it would do once",
+                "do that outside of it.",
+            )
+        return original(*args, **kwargs)
+
+    return register
 
 
 def _asks_outside(what: str) -> Callable[[Function], Function]:
@@ -361,7 +389,9 @@ _WATCHED: list[tuple[object, str, Function]] = [
     (builtins, "globals", _globals),
     (importlib, "import_module", _imports),
     *((owner, "open", _reads_file) for owner in (builtins, io)),
-    *((threading.Event, name, _moves_event) for name in ("set", "clear")),
+    *((owner, name, _moves_event) for owner in (threading.Event, asyncio.Event) for name in ("set", "clear")),
+    (weakref.finalize, "__init__", _registers),
+    (atexit, "register", _registers),
     (builtins, "input", _asks_outside("the user")),
     (os, "open", _opens),
     (torch.random, "default_generator", _DefaultGenerator),

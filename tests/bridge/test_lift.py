@@ -1170,3 +1170,35 @@ def test_the_bridge_alone_looks_into_torch_functions() -> None:
     ours, face, factored = map(int, printed_by(_CLIPPED_WITHOUT_THE_TORCH_FACE).split())
     assert ours == face < 4 * 32 * 64 * 128  # a gradient of the first weight for each example
     assert factored == 2
+
+
+_ASKING: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda x: (x * x).sum() * (3.0 if torch.is_grad_enabled() else 1.0),
+    "inference": lambda x: (x * x).sum() * (3.0 if torch.is_inference_mode_enabled() else 1.0),
+}
+_TWINS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "vmap": (func.vmap, lift(jax.vmap)),
+    "jit": (lambda f: f, lift(jax.jit)),
+    "checkpoint": (lambda f: f, lift(jax.checkpoint)),
+    "jit of vmap": (func.vmap, lambda f: lift(jax.jit)(lift(jax.vmap)(f))),
+    "vmap of jit": (func.vmap, lambda f: lift(jax.vmap)(lift(jax.jit)(f))),
+    "map": (func.vmap, lambda f: lambda x: lift(jax.lax.map)(f, x)),
+    "as_torch": (func.vmap, lambda f: as_torch(jax.vmap(as_jax(f)))),
+    "grad": (func.grad, lift(jax.grad)),
+    "grad of vmap": (
+        lambda f: func.grad(lambda x: func.vmap(f)(x).sum()),
+        lambda f: lift(jax.grad)(jax_function(lambda x: jax.vmap(as_jax(f))(x).sum())),
+    ),
+    "vmap of grad": (lambda f: func.vmap(func.grad(f)), lambda f: lift(jax.vmap)(lift(jax.grad)(f))),
+    "grad of jit": (func.grad, lambda f: lift(jax.grad)(lift(jax.jit)(f))),
+}
+
+
+@pytest.mark.parametrize("ask", _ASKING)
+@pytest.mark.parametrize("twin", _TWINS)
+def test_whether_autograd_records_is_what_torchs_own_transform_says(twin: str, ask: str) -> None:
+    torchs, ours = (make(_ASKING[ask]) for make in _TWINS[twin])
+    for context in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad):
+        with context():
+            x = torch.arange(6.0).view(3, 2)
+            assert ours(x).tolist() == torchs(x).tolist()

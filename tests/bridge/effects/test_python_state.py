@@ -404,16 +404,30 @@ def test_with_recompute_a_backward_pass_leaves_state_as_it_is() -> None:
 
 
 def test_a_derivative_that_would_change_python_objects_again_is_refused() -> None:
+    w, holder = torch.ones(2, requires_grad=True), types.SimpleNamespace(counts={0})
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        holder.counts = {max(holder.counts) + 1}
+        return x * w * max(holder.counts)
+
+    y = as_torch(as_jax(fun), recompute=True)(torch.ones(2))
+    with pytest.raises(TypeError, match=r"test_python_state\.py:\d+: a derivative .* recompute=True"):
+        y.sum().backward()
+    assert holder.counts == {1}
+
+
+def test_a_derivative_that_makes_a_list_of_numbers_again_leaves_it_as_the_call_did() -> None:
     w, holder = torch.ones(2, requires_grad=True), types.SimpleNamespace(counts=[0])
 
     def fun(x: torch.Tensor) -> torch.Tensor:
         holder.counts = [holder.counts[0] + 1]
         return x * w * holder.counts[0]
 
-    y = as_torch(as_jax(fun), recompute=True)(torch.ones(2))
-    with pytest.raises(TypeError, match=r"test_python_state\.py:\d+: a derivative .* recompute=True"):
-        y.sum().backward()
-    assert holder.counts == [1]
+    call = as_torch(as_jax(fun), recompute=True)
+    for i in (1, 2, 3):
+        y = call(torch.ones(2))
+        assert torch.autograd.grad(y.sum(), w)[0].tolist() == [i, i]
+        assert holder.counts == [i]
 
 
 def _of_a_number(holder: Any) -> Any:

@@ -373,3 +373,91 @@ def test_in_slices_what_stays_the_same_is_one(way: Any) -> None:
     assert s.b[0] is s.a
     assert s.c["b"] is s.b
     assert s.b[1][0] is s.a["h"]
+
+
+# Arguments with a container in them, from a tensor, and how the container is found there.
+GIVEN: dict[str, tuple[Make, Make]] = {
+    **{name: (make, lambda argument: argument) for name, make in NEW.items()},
+    "tuple": (lambda t: (t, 1), lambda argument: argument),
+    "without tensors": (lambda t: [1, "a", {"b": 2.5}], lambda argument: argument),
+    "inner": (lambda t: {"rows": [t, {"n": 1}]}, lambda argument: argument["rows"]),
+    "inner without tensors": (lambda t: [t, {"n": 1}], lambda argument: argument[1]),
+}
+KEPT: dict[str, tuple[Make, Make]] = {"itself": (lambda c: c, lambda kept: kept), **OUTER}
+KEPT["beside a new list"] = lambda c: {"c": c, "n": [1]}, lambda kept: kept["c"]
+
+
+@pytest.mark.parametrize(("given", "outer"), crossed(GIVEN, KEPT))
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_container_among_the_arguments_that_is_kept_is_the_callers(given: str, outer: str, by_name: bool) -> None:
+    (make, find), (keep, back) = GIVEN[given], KEPT[outer]
+    s = holder(a=None, x=None)
+
+    def fun(x: torch.Tensor, batch: Any) -> Any:
+        s.a, s.x = keep(find(batch)), x * 2
+        return x * 3
+
+    call = as_torch(as_jax(fun))
+    for i in range(4):
+        batch = make(X + i)
+        assert call(X, **{"batch": batch}).tolist() == [3, 6] if by_name else call(X, batch).tolist() == [3, 6]
+        assert back(s.a) is find(batch)
+        assert s.x.tolist() == [2, 4]
+
+
+def test_containers_that_jax_code_makes_for_a_torch_function_are_its_own() -> None:
+    s = holder(a=None)
+
+    def keeps(batch: Any) -> Any:
+        s.a = batch
+        return batch["x"] * 2
+
+    inner = as_jax(keeps)
+    call = as_torch(lambda batch: inner({"x": batch["x"] + 1}))
+    for i in range(3):
+        batch = {"x": X + i}
+        assert torch.equal(call(batch), (X + i + 1) * 2)
+        assert s.a is not batch
+        assert torch.equal(s.a["x"], X + i + 1)
+
+
+# What a function makes anew, the way to change it, and what holds no tensor.
+ANEW: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [1, 2], lambda c: c.append(3)),
+    "dict": (lambda: {"a": "b"}, lambda c: c.update(c="d")),
+    "deque": (lambda: collections.deque([1], maxlen=2), lambda c: c.append(2)),
+    "nested": (lambda: {"a": [1, (2, [3])]}, lambda c: c["a"][1][1].append(4)),
+    "set": (lambda: {1, 2}, lambda c: c.add(3)),
+    "object": (lambda: Thing([1]), lambda c: c.h.append(2)),
+    "bytearray": (lambda: bytearray(b"a"), lambda c: c.extend(b"b")),
+}
+WITH: dict[str, tuple[Callable[[Any, Any], Any], Make]] = {
+    "alone": (lambda c, x: c, lambda kept: kept),
+    "in a dict with a tensor": (lambda c, x: {"c": c, "t": x * 2}, lambda kept: kept["c"]),
+    "in a list with a list": (lambda c, x: [c, [c]], lambda kept: kept[0]),
+}
+
+
+@pytest.mark.parametrize(("anew", "beside"), crossed(ANEW, WITH))
+@pytest.mark.parametrize("changes", [(), (0, 1, 2), (2,)])
+def test_what_is_made_anew_is_so_in_each_call(anew: str, beside: str, changes: tuple[int, ...]) -> None:
+    (make, change), (keep, find) = ANEW[anew], WITH[beside]
+    s = holder(a=None, t=None)
+
+    def fun(x: torch.Tensor) -> Any:
+        s.a, s.t = keep(make(), x), x * 2
+        return x * 3
+
+    def content(c: Any) -> Any:
+        return copy.deepcopy(c.h if isinstance(c, Thing) else c)
+
+    call, older = as_torch(as_jax(fun)), list[Any]()
+    for i in range(5):
+        call(X + i)
+        found = find(s.a)
+        assert content(found) == content(make())
+        if beside == "in a dict with a tensor" or anew not in ("set", "object", "bytearray"):
+            assert not any(found is one for one in older)
+        older.append(found)
+        if i in changes:
+            change(found)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import marked
+from helpers import crossed, marked
 
 from microtome.bridge import as_jax, as_torch
 
@@ -232,3 +232,54 @@ def test_functions_of_one_call_see_views_that_the_others_left(fun: Any) -> None:
     call = as_torch(lambda x: other(last(step(x)) + last(step(x * 2))))
     torch.testing.assert_close(call(x), last(fun(two, x)) + last(fun(two, x * 2)) + 1)
     torch.testing.assert_close([t for _, t in _named(one)], [t for _, t in _named(two)])
+
+
+VIEWS: dict[str, Any] = {
+    "detach": lambda b: b.detach(),
+    "data": lambda b: b.data,
+    "part": lambda b: b[0],
+    "view": lambda b: b.view(-1),
+    "transpose": lambda b: b.t(),
+    "part of detach": lambda b: b.detach()[1:],
+}
+BASES: dict[str, Any] = {
+    "dense": lambda: torch.arange(6.0).view(2, 3) + 1,
+    "rows of another": lambda: (torch.arange(12.0).view(4, 3) + 1)[1:3],
+    "columns of another": lambda: (torch.arange(12.0).view(2, 6) + 1)[:, ::2],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* has been compiled")
+@pytest.mark.parametrize(("view", "base"), crossed(VIEWS, BASES))
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("writes_to", ["view", "both"])
+def test_a_view_of_what_was_there_shares_its_memory_or_is_refused(
+    view: str, base: str, with_grad: bool, writes_to: str
+) -> None:
+    """One that is written to gets a history of its own, or memory in another order: what no call could do again."""
+
+    def run(wrap: Any) -> list[Any]:
+        s = types.SimpleNamespace(b=BASES[base](), k=None)
+        scale = torch.tensor(2.0, requires_grad=with_grad)
+
+        def fun(x: torch.Tensor) -> Any:
+            s.k = VIEWS[view](s.b)
+            s.k.mul_(scale)
+            if writes_to == "both":
+                s.b.detach().add_(x.sum())
+            return s.b.detach().sum() * x
+
+        call, found = wrap(fun), []
+        for i in range(3):
+            found += [call(torch.ones(2) + i).tolist(), s.k.tolist(), s.b.tolist()]
+            s.k.detach().add_(10)
+            found.append(s.b.tolist())
+        return found
+
+    expected, refusal = run(lambda fun: fun), ""
+    try:
+        assert run(lambda fun: as_torch(as_jax(fun))) == expected
+    except TypeError as error:
+        refusal = str(error)
+    assert not refusal or "in a way that no call could repeat. Keep a copy: .clone()" in refusal
+    assert not refusal or with_grad or base == "columns of another"

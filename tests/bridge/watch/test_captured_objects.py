@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import collections
 import csv
 import importlib.util
@@ -56,9 +57,10 @@ def test_a_lock_that_a_function_leaves_other_than_it_found_it_is_refused_by_name
         through(fun)(X)  # it was put back
 
 
+@pytest.mark.parametrize("kind", [threading.Event, asyncio.Event])
 @pytest.mark.parametrize("name", ["set", "clear"])
-def test_a_function_that_sets_or_clears_an_event_is_refused_by_name(name: str) -> None:
-    mine = threading.Event()
+def test_a_function_that_sets_or_clears_an_event_is_refused_by_name(name: str, kind: Any) -> None:
+    mine = kind()
     if name == "clear":
         mine.set()
 
@@ -69,7 +71,7 @@ def test_a_function_that_sets_or_clears_an_event_is_refused_by_name(name: str) -
         return x * 2
 
     for _ in range(2):
-        with pytest.raises(TypeError, match=r"the function sets or clears a threading.Event"):
+        with pytest.raises(TypeError, match=r"the function sets or clears a (threading|asyncio).Event"):
             through(fun)(X)
     (mine.set if name == "set" else mine.clear)()
     assert torch.equal(through(fun)(X), X * 3)

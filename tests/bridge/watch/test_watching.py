@@ -6,9 +6,13 @@ traced function gives what the plain one gives before them, between them and aft
 
 from __future__ import annotations
 
+import abc
 import argparse
 import array
+import asyncio
+import atexit
 import collections
+import contextlib
 import contextvars
 import copy
 import ctypes
@@ -31,6 +35,7 @@ import os
 import pathlib
 import random
 import secrets
+import sqlite3
 import string
 import sys
 import threading
@@ -225,8 +230,10 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _put_back() -> Iterator[None]:
-    cwd, threads = os.getcwd(), torch.get_num_threads()
+    cwd, threads, thread = os.getcwd(), torch.get_num_threads(), threading.current_thread()
+    name = thread.name
     yield
+    thread.name = name
     globals()["NUMBER"] = 2.0
     Thing.shared = Thing.base = WithMeta._hidden = Base.inherited = Net.k0 = 2.0
     os.chdir(cwd)
@@ -246,7 +253,25 @@ def _about(make: Callable[[], Any], read: Callable[[Any], Any], changes: Callabl
 
 
 def _scale(t: Any) -> list[Change]:
-    return _sets(t, "s0")
+    return _sets(t, "s0", 50.0, 700.0)
+
+
+_SIGNATURES = inspect.signature(lambda a, b: None), inspect.signature(lambda a, b, c: None)
+
+
+class Shown:
+    def __init__(self, s0: Any = 2.0) -> None:
+        self.s0 = s0
+
+    def __repr__(self) -> str:
+        return f"<{self.s0}>"
+
+
+def _registered(kind: Any) -> tuple[Fun, list[Change]]:
+    one, two = type("One", (), {}), type("Two", (), {})
+    things = one(), two()
+    registered = [functools.partial(kind.register, made) for made in (one, two)]
+    return _of(things, lambda things: 1 + sum(isinstance(thing, kind) for thing in things), registered)
 
 
 def _matched(t: Any) -> float:
@@ -618,6 +643,22 @@ HELD: dict[str, Callable[[], tuple[Fun, list[Change]]]] = {
         [lambda: torch.set_num_threads(3), lambda: torch.set_num_threads(1)],
     ),
     "folder": lambda: (lambda x: x * len(os.getcwd()), [lambda: os.chdir("/"), lambda: os.chdir("/usr")]),
+    "thread's name": lambda: (
+        lambda x: x * len(threading.current_thread().name),
+        _sets(threading.current_thread(), "name", "a", "bc"),
+    ),
+    "class registered at one of the user's": lambda: _registered(abc.ABCMeta("Kindred", (), {})),
+    "class registered at one of a library": lambda: _registered(collections.abc.Sized),
+    "signature": _about(
+        lambda: lambda a: None,
+        lambda f: len(inspect.signature(f).parameters),
+        lambda f: _sets(f, "__signature__", *_SIGNATURES),
+    ),
+    "__repr__": _about(Shown, lambda t: len(repr(t)), _scale),
+    "__repr__, in an f-string": _about(Shown, lambda t: len(f"{t}"), _scale),
+    "__repr__, in others": _about(lambda: [Shown(Shown(2.0))], lambda t: len(f"{t!r}"), lambda t: _scale(t[0].s0)),
+    "asyncio.Event": _about(asyncio.Event, lambda e: 2 if e.is_set() else 3, lambda e: [e.set, e.clear]),
+    "array of no dimension": _about(lambda: np.array(2.0), float, lambda a: _items(a, ())),
 }
 
 ALWAYS = (
@@ -636,7 +677,8 @@ ALWAYS = (
     *("import_module", "module", "attribute of a tensor", "dict.get", "list.__getitem__", "long list"),
     *("long list of tensors", "long dict", "object array", "ctypes array", "StringIO", "weak reference", "WeakSet"),
     *("object as a key", "nested namespaces", "function in a namespace", "distribution of the user's", "constructor"),
-    *("emptied cache", "seed of torch"),
+    *("emptied cache", "seed of torch", "thread's name", "class registered at one of the user's", "asyncio.Event"),
+    *("class registered at one of a library", "__repr__", "__repr__, in an f-string", "__repr__, in others"),
 )
 SCENARIOS = {**BY_NAME, **HELD}
 
@@ -716,6 +758,8 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "whether a file exists": (lambda: 2 if os.path.exists(__file__) else 3, "asks the file system"),
     "folder": (lambda: len(os.listdir(".")), "asks the file system"),
     "input": (lambda: float(input()), "asks the user"),
+    "finalizer": (lambda: weakref.finalize(Thing(), print) and 1, "registers a call by finalize"),
+    "call at exit": (lambda: atexit.register(print) and 1, "registers a call by register"),
 }
 _get_rng_state, _STATE = torch.get_rng_state, torch.Generator().manual_seed(0).get_state()
 
@@ -729,7 +773,7 @@ _ALWAYS_OUTSIDE = (
     *("state, by an alias", "state that is put back"),
     *("time", "alias", "by name", "attribute", "partial", "error that is caught", "datetime.now", "urandom", "uuid4"),
     *("unseeded generator of Python", "unseeded generator of NumPy", "globals()", "currentframe", "file", "path"),
-    "whether a file exists",
+    *("whether a file exists", "finalizer", "call at exit"),
 )
 
 
@@ -749,6 +793,11 @@ def test_an_open_file_and_a_long_list_of_objects_are_refused_by_name() -> None:
         through(lambda x: x * things[0].s0)(_x())
     with open(__file__) as stream, pytest.raises(TypeError, match=r"test_watching\.py:\d+: stream is an open file"):
         through(lambda x: x * len(stream.readline()))(_x())
+    with (
+        contextlib.closing(sqlite3.connect(":memory:")) as base,
+        pytest.raises(TypeError, match="base is a connection"),
+    ):
+        through(lambda x: x * base.execute("select 2").fetchone()[0])(_x())
 
 
 class Scaled(torch.autograd.Function):
