@@ -173,7 +173,7 @@ class _Moves:
                 continue
             arrays = all(isinstance(v, (Ref, Const)) for v in (x, g))
             if arrays and torch.broadcast_shapes(shape, total.shape) == total.shape:
-                return _replaced(node, SumOfQuotients(meta.shape), x, divisor, g)
+                return _replaced(node, SumOfQuotients(meta.shape), x, divisor, g, divisor)
         return None
 
     def _made_by(self, value: Any, op: Op) -> tuple[Node | None, int]:

@@ -92,8 +92,10 @@ def _size(nodes: Sequence[Node | None], leaf: Any) -> int:
 def _guarded(name: str, node: Node, a: Tags, b: Tags) -> Iterator[int]:
     """Yield the places of the operands, a and b, between which and the op XLA must not see."""
     if isinstance(node.op, SumOfQuotients):
-        if QUOTIENT in a or (EXPONENTIAL in a and EXPONENTIAL in b):
+        if QUOTIENT in a:
             yield 0
+        if EXPONENTIALS in b:
+            yield 1
     elif name == "div":
         if QUOTIENT in a or (EXPONENTIAL in a and EXPONENTIAL in b) or _rescales(node, a, _factor(node, 1, b, True)):
             yield 0

@@ -29,8 +29,8 @@ def _distances(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.maximum(jnp.sum(a * a, -1)[:, None] + jnp.sum(b * b, -1) - 2 * a @ b.T, 1e-30))
 
 
-def _cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.sum(a * b, -1) / (jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1))
+def _unit(x: jax.Array) -> jax.Array:
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=1, keepdims=True), 1e-8)
 
 
 CASES: dict[str, tuple[Fun, Fun, Fun, tuple[tuple[int, ...], ...]]] = {
@@ -68,13 +68,19 @@ CASES: dict[str, tuple[Fun, Fun, Fun, tuple[tuple[int, ...], ...]]] = {
         lambda x: x / jnp.abs(x).sum(-1, keepdims=True),
         ((3, 64, 256),),
     ),
-    "gradient of normalize": (
-        _gradient,
-        F.normalize,
-        lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=1, keepdims=True), 1e-12),
+    "median": (
+        lambda fun: fun,
+        lambda x: x.median(-1).values,
+        lambda x: jnp.sort(x, -1)[..., (x.shape[-1] - 1) // 2],
         ((64, 256),),
     ),
-    "gradient of cosine_similarity": (_gradient, F.cosine_similarity, _cosine, ((64, 256),) * 2),
+    "gradient of normalize": (_gradient, F.normalize, _unit, ((64, 256),)),
+    "gradient of cosine_similarity": (
+        _gradient,
+        F.cosine_similarity,
+        lambda a, b: jnp.sum(_unit(a) * _unit(b), 1),
+        ((64, 256),) * 2,
+    ),
 }
 
 
