@@ -36,13 +36,8 @@ def _pairs(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.maximum(squares, 1e-30))
 
 
-def _layer_norm(x: jax.Array) -> jax.Array:
-    mean, var = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
-    return (x - mean) * jax.lax.rsqrt(var + 1e-5)
-
-
 def _group_norm(x: jax.Array) -> jax.Array:
-    return _layer_norm(x.reshape(x.shape[0], 4, -1)).reshape(x.shape)
+    return _standardized(x.reshape(x.shape[0], 4, -1), -1).reshape(x.shape)
 
 
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -61,8 +56,35 @@ def _max_pool(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
 
 
+def _unit(x: jax.Array, least: float) -> jax.Array:
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), least)
+
+
 def _cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.sum(a * b, -1) / (jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1))
+    return jnp.sum(_unit(a, 1e-8) * _unit(b, 1e-8), -1)  # as torch: the product of both norms may overflow
+
+
+def _standardized(x: jax.Array, *axes: int) -> jax.Array:
+    mean, var = jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(var + 1e-5)
+
+
+def _median(x: jax.Array) -> jax.Array:
+    return jnp.sort(x, -1)[..., (x.shape[-1] - 1) // 2]  # of two the lower, as torch
+
+
+def _huber(a: jax.Array, b: jax.Array) -> jax.Array:
+    size = jnp.abs(a - b)
+    return jnp.mean(jnp.where(size < 1, size * size / 2, size - 0.5))
+
+
+def _cross_entropy(x: jax.Array) -> jax.Array:
+    return -jnp.mean(jax.nn.log_softmax(x)[jnp.arange(x.shape[0]), jnp.arange(x.shape[0])])
+
+
+def _unfold(x: jax.Array) -> jax.Array:
+    patches = jax.lax.conv_general_dilated_patches(x, (3, 3), (1, 1), "VALID")
+    return patches.reshape(*patches.shape[:2], -1)
 
 
 M, V, L, B = (N, N), (N,), (64, 1024), (16, 64, 64)
@@ -96,10 +118,17 @@ CASES: dict[str, Case] = {
     "norm of order 1": (lambda x: x.norm(p=1, dim=-1), lambda x: jnp.sum(jnp.abs(x), -1), (L,)),
     "norm of order inf": (lambda x: x.norm(p=torch.inf, dim=-1), lambda x: jnp.max(jnp.abs(x), -1), (L,)),
     "norm of order 3": (lambda x: x.norm(p=3, dim=-1), lambda x: jnp.sum(jnp.abs(x) ** 3, -1) ** (1 / 3), (L,)),
-    "normalize": (
-        F.normalize,
-        lambda x: x / jnp.maximum(jnp.linalg.norm(x, axis=1, keepdims=True), 1e-12),
+    "normalize": (F.normalize, lambda x: _unit(x, 1e-12), (L,)),
+    "quotient by a sum": (
+        lambda x: x / x.abs().sum(-1, keepdim=True),
+        lambda x: x / jnp.abs(x).sum(-1, keepdims=True),
         (L,),
+    ),
+    "quotient by rows": (lambda x, d: x / d[:, None], lambda x, d: x / d[:, None], (L, L[:1])),
+    "cdist of order 1": (
+        lambda a, b: torch.cdist(a, b, p=1),
+        lambda a, b: jnp.sum(jnp.abs(a[:, None] - b[None]), -1),
+        ((64, 64), (64, 64)),
     ),
     "cdist": (torch.cdist, _pairs, ((128, 64), (128, 64))),
     "pairwise_distance": (F.pairwise_distance, lambda a, b: jnp.linalg.norm(a - b + 1e-6, axis=-1), (L, L)),
@@ -107,7 +136,13 @@ CASES: dict[str, Case] = {
     "softmax": (lambda x: x.softmax(-1), jax.nn.softmax, (L,)),
     "log_softmax": (lambda x: x.log_softmax(-1), jax.nn.log_softmax, (L,)),
     "logsumexp": (lambda x: x.logsumexp(-1), lambda x: jax.nn.logsumexp(x, -1), (L,)),
-    "layer_norm": (lambda x: F.layer_norm(x, x.shape[-1:]), _layer_norm, (L,)),
+    "layer_norm": (lambda x: F.layer_norm(x, x.shape[-1:]), lambda x: _standardized(x, -1), (L,)),
+    "instance_norm": (F.instance_norm, lambda x: _standardized(x, 2, 3), ((8, 16, 32, 32),)),
+    "batch_norm": (
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: _standardized(x, 0, 2, 3),
+        ((8, 16, 32, 32),),
+    ),
     "group_norm": (lambda x: F.group_norm(x, 4), _group_norm, ((8, 16, 32, 32),)),
     "rms_norm": (
         lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6),
@@ -120,13 +155,29 @@ CASES: dict[str, Case] = {
     "softplus": (F.softplus, jax.nn.softplus, (L,)),
     "var": (lambda x: x.var(-1), lambda x: jnp.var(x, -1, ddof=1), (L,)),
     "std": (lambda x: x.std(-1), lambda x: jnp.std(x, -1, ddof=1), (L,)),
+    "var_mean": (
+        lambda x: torch.stack(torch.var_mean(x, -1)),
+        lambda x: jnp.stack([jnp.var(x, -1, ddof=1), jnp.mean(x, -1)]),
+        (L,),
+    ),
+    "median": (lambda x: x.median(-1).values, _median, (L,)),
     "mean": (lambda x: x.mean(-1), lambda x: jnp.mean(x, -1), (L,)),
     "cumsum": (lambda x: x.cumsum(-1), lambda x: jnp.cumsum(x, -1), (L,)),
+    "cumprod": (lambda x: x.cumprod(-1), lambda x: jnp.cumprod(x, -1), ((64, 64),)),
+    "logcumsumexp": (lambda x: x.logcumsumexp(-1), lambda x: jax.lax.cumlogsumexp(x, 1), (L,)),
+    "glu": (F.glu, jax.nn.glu, (L,)),
+    "elu": (F.elu, jax.nn.elu, (L,)),
     "attention": (F.scaled_dot_product_attention, _attention, (B, B, B)),
     "conv1d": (F.conv1d, _convolution, ((16, 16, 128), (16, 16, 5))),
     "conv2d": (F.conv2d, _convolution, ((4, 16, 32, 32), (16, 16, 3, 3))),
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), _pool, ((8, 16, 32, 32),)),
     "max_pool2d": (lambda x: F.max_pool2d(x, 2), _max_pool, ((8, 16, 32, 32),)),
+    "unfold": (lambda x: F.unfold(x, 3), _unfold, ((4, 16, 32, 32),)),
+    "interpolate": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda x: jax.image.resize(x, (*x.shape[:2], 64, 64), "bilinear"),
+        ((4, 16, 32, 32),),
+    ),
     "mse_loss": (F.mse_loss, lambda a, b: jnp.mean((a - b) ** 2), (L, L)),
     "l1_loss": (F.l1_loss, lambda a, b: jnp.mean(jnp.abs(a - b)), (L, L)),
     "binary_cross_entropy_with_logits": (
@@ -134,6 +185,8 @@ CASES: dict[str, Case] = {
         lambda x, y: jnp.mean(jnp.maximum(x, 0) - x * y + jnp.log1p(jnp.exp(-jnp.abs(x)))),
         (L, L),
     ),
+    "huber_loss": (F.huber_loss, _huber, (L, L)),
+    "cross_entropy": (lambda x: F.cross_entropy(x, torch.arange(x.shape[0])), _cross_entropy, (L,)),
     "kl_div": (
         lambda a, b: F.kl_div(a, b, reduction="sum", log_target=True),
         lambda a, b: jnp.sum(jnp.exp(b) * (b - a)),
@@ -143,7 +196,8 @@ CASES: dict[str, Case] = {
 
 
 def _gradient(fun: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *xs: jax.grad(lambda *xs: jnp.sum(jnp.sin(fun(*xs))), tuple(range(len(xs))))(*xs)
+    # Of the sum of squares: XLA would compute what takes time (a sine's derivative) anew for each that reads it.
+    return lambda *xs: jax.grad(lambda *xs: jnp.sum(jnp.square(fun(*xs))), tuple(range(len(xs))))(*xs)
 
 
 WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

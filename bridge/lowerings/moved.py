@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from ..memory.dtypes import jax_dtype
@@ -32,3 +33,26 @@ class SumFromEnd:
 
     def lower(self, x: Array, *, _results: Forms, _key: Array | None) -> Array:
         return jax.lax.cumsum(x.astype(jax_dtype(_results[0].dtype)), self.axis, reverse=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SumOfQuotients:
+    """The sum of ``g * ((x / divisor) / divisor)`` over axes over which the divisor is spread, which are kept.
+
+    Only the sum is divided the second time. The quotients are those of the forward pass: XLA would keep them, or the
+    divisor spread out, as an array to read here. A barrier lets it compute them anew within the sum.
+    """
+
+    shape: tuple[int, ...]
+
+    def spread(self, divisor: Array) -> Array:
+        return jnp.broadcast_to(jax.lax.optimization_barrier(divisor), self.shape)
+
+    def lower(self, x: Array, inner: Array, g: Array, outer: Array, *, _results: Forms, _key: Array | None) -> Array:
+        """Take the divisor twice: ``inner``, which may be spread out already, and ``outer``."""
+        shape = _results[0].shape
+        wide = jnp.promote_types(jax_dtype(_results[0].dtype), jnp.float32)
+        x, inner, g, outer = (v.astype(wide) for v in (x, inner, g, outer))
+        terms = jnp.broadcast_to(g * (x / jax.lax.optimization_barrier(inner)), self.shape)
+        axes = tuple(i for i, n in enumerate(self.shape) if not shape or n != shape[i])
+        return terms.sum(axes, keepdims=bool(shape)) / outer

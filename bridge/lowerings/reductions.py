@@ -111,17 +111,19 @@ def _median(x: Array, dim: int, keepdim: bool, skip_nan: bool) -> tuple[Array, A
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
     missing = jnp.isnan(x)
-    order = jnp.argsort(x, dim, stable=True)  # NaN come last
-    counted = (~missing).sum(dim, keepdims=True) if skip_nan else x.shape[dim]
-    index = jnp.take_along_axis(order, jnp.broadcast_to((jnp.maximum(counted, 1) - 1) // 2, _one(x, dim)), dim)
-    if not skip_nan:
-        index = jnp.where(missing.any(dim, keepdims=True), jnp.argmax(missing, dim, keepdims=True), index)
-    value = jnp.take_along_axis(x, index, dim)
+    # NaN come last. Both are sorted at once: where nobody reads the order, XLA leaves it out.
+    ordered, order = sort(x, dim)
+    if skip_nan:
+        counted = (~missing).sum(dim, keepdims=True)
+        middle = (jnp.maximum(counted, 1) - 1) // 2
+        value, index = (jnp.take_along_axis(v, middle, dim) for v in (ordered, order))
+    else:
+        last, axis = x.shape[dim] - 1, dim % x.ndim
+        value, index = (jax.lax.index_in_dim(v, last // 2, axis) for v in (ordered, order))
+        greatest = jax.lax.index_in_dim(ordered, last, axis)
+        value = jnp.where(jnp.isnan(greatest), greatest, value)
+        index = jnp.where(jnp.isnan(greatest), jnp.argmax(missing, dim, keepdims=True), index)
     return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
-
-
-def _one(x: Array, dim: int) -> tuple[int, ...]:
-    return tuple(1 if i == dim % x.ndim else n for i, n in enumerate(x.shape))
 
 
 def _median_of_all(x: Array, skip_nan: bool) -> Array:

@@ -3,7 +3,8 @@
 torch multiplies matrices in one order of their axes: einsum, attention and all derivatives of products permute the
 operands before, and the result behind. XLA multiplies over any axes, and copies an operand of several matrices that is
 permuted for it. So the product is recorded as one over the axes that lie there. Likewise a sum that runs from the end,
-as the derivative of ``cumsum``, is one that is reversed twice in torch.
+as the derivative of ``cumsum``, is one that is reversed twice in torch; and the gradient of a divisor that is spread
+over axes is an array of quotients, each divided once more, of which torch takes the sum.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from ..base import torch_internals as ti
-from ..lowerings.moved import Product, SumFromEnd
+from ..lowerings.moved import Product, SumFromEnd, SumOfQuotients
 from .nodes import Const, Node, Op, Ref, Value
 from .recorder import Spec
 
@@ -25,6 +26,7 @@ Axes = tuple[tuple[int, ...], ...]  # for each axis the axes of another array th
 
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mv.default)
 _PERMUTES = (aten.permute.default, aten.transpose.int, aten.t.default)
+_SUMS = (aten.sum.dim_IntList, aten.sum.default)
 _IN_ORDER = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default, aten.expand.default),
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
@@ -48,6 +50,8 @@ def without_moves(
             moves.nodes[i] = moves.product(node, node) or node
         elif node is not None and node.op is aten.flip.default:
             moves.nodes[i] = moves.sum_from_end(i, node, start) or node
+        elif node is not None and node.op in _SUMS:
+            moves.nodes[i] = moves.sum_of_quotients(i, node) or node
     return moves.nodes
 
 
@@ -144,13 +148,42 @@ class _Moves:
         rank = len(self.shape(node.leaves[0]))
         if any(len(a) != 1 or a[0] % rank != axes[0][0] % rank for a in axes):
             return None
-        value = turned.leaves[0]
-        spec = Spec(ti.torch_pytree.tree_structure(((value,), {})))
-        return dataclasses.replace(node, op=SumFromEnd(axes[0][0] % rank), leaves=(value,), spec=spec)
+        return _replaced(node, SumFromEnd(axes[0][0] % rank), turned.leaves[0])
+
+    def sum_of_quotients(self, i: int, node: Node) -> Node | None:
+        """Return, as one op, the gradient of a divisor of several elements: ``sum(g * ((x / divisor) / divisor))``."""
+        product, at = self._made_by(node.leaves[0], aten.mul.Tensor)
+        if product is None or self.only_reader(at) != i:
+            return None
+        meta, total = product.results[0], node.results[0]
+        assert meta is not None
+        assert total is not None
+        for g, twice in (product.leaves, product.leaves[::-1]):
+            outer, place = self._made_by(twice, aten.div.Tensor)
+            inner, _ = self._made_by(outer.leaves[0], aten.div.Tensor) if outer else (None, -1)
+            if outer is None or inner is None or self.only_reader(place) != at:
+                continue
+            x, divisor = inner.leaves
+            if type(divisor) is not Ref or divisor != outer.leaves[1]:
+                continue
+            spread, _ = self._made_by(divisor, aten.expand.default)
+            divisor = divisor if spread is None else spread.leaves[0]
+            shape, keeps = self.shape(divisor), len(total.shape) in (0, len(meta.shape))
+            if not keeps or meta.dtype != total.dtype or 0 in meta.shape or len(shape) > len(total.shape):
+                continue
+            arrays = all(isinstance(v, (Ref, Const)) for v in (x, g))
+            if arrays and torch.broadcast_shapes(shape, total.shape) == total.shape:
+                return _replaced(node, SumOfQuotients(meta.shape), x, divisor, g, divisor)
+        return None
 
     def _made_by(self, value: Any, op: Op) -> tuple[Node | None, int]:
         node = self.nodes[value.node] if isinstance(value, Ref) else None
         return (node, value.node) if node is not None and node.op is op else (None, -1)
+
+
+def _replaced(node: Node, op: Op, *leaves: Value) -> Node:
+    spec = Spec(ti.torch_pytree.tree_structure((leaves, {})))
+    return dataclasses.replace(node, op=op, leaves=leaves, spec=spec)
 
 
 def _moved(node: Node, axes: Axes, sizes: Shape) -> Axes | None:

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from ..lowerings.moved import SumOfQuotients
 from .nodes import Const, Node, Ref, Value
 
 Tags = frozenset[Any]
@@ -90,7 +91,12 @@ def _size(nodes: Sequence[Node | None], leaf: Any) -> int:
 
 def _guarded(name: str, node: Node, a: Tags, b: Tags) -> Iterator[int]:
     """Yield the places of the operands, a and b, between which and the op XLA must not see."""
-    if name == "div":
+    if isinstance(node.op, SumOfQuotients):
+        if QUOTIENT in a:
+            yield 0
+        if EXPONENTIALS in b:
+            yield 1
+    elif name == "div":
         if QUOTIENT in a or (EXPONENTIAL in a and EXPONENTIAL in b) or _rescales(node, a, _factor(node, 1, b, True)):
             yield 0
         if b & {QUOTIENT, EXPONENTIAL, POWER, EXPONENTIALS}:
@@ -137,6 +143,8 @@ def _made(name: str, node: Node, seen: Sequence[Tags]) -> Tags:
     """Tell what XLA may take a result for, where the op does not only move its operand."""
     if name in ("mul", "div", "add", "sub", "rsub"):
         return _of_arithmetic(name, node, *seen)
+    if isinstance(node.op, SumOfQuotients):
+        return _MAKES["reciprocal"]
     if name == "pow":
         return _of_power(node.leaves[1], seen[0])
     if name == "sum" and EXPONENTIAL in seen[0]:

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from ..lowerings import find_lowering
 from ..lowerings.bounds import checked
+from ..lowerings.moved import SumOfQuotients
 from ..lowerings.signatures import Arguments, Forms, Function
 from ..lowerings.stored import stored
 from ..memory.dtypes import jax_dtype, torch_dtype
@@ -61,7 +62,9 @@ def run(graph: Graph, todo: Sequence[int], values: Values, key: jax.Array) -> No
 def _apart(operand: Array, node: Node, place: int) -> Array:
     """Put an operand of an elementwise op out of the sight of XLA's simplifier; a divisor is spread out before."""
     meta = node.results[0]
-    if place == 1 and meta is not None:
+    if isinstance(node.op, SumOfQuotients):
+        operand = node.op.spread(operand) if place == 1 else operand
+    elif place == 1 and meta is not None:
         operand = jnp.broadcast_to(operand, meta.shape)
     return jax.lax.optimization_barrier(operand)
 

@@ -29,6 +29,10 @@ def _distances(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.maximum(jnp.sum(a * a, -1)[:, None] + jnp.sum(b * b, -1) - 2 * a @ b.T, 1e-30))
 
 
+def _unit(x: jax.Array) -> jax.Array:
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=1, keepdims=True), 1e-8)
+
+
 CASES: dict[str, tuple[Fun, Fun, Fun, tuple[tuple[int, ...], ...]]] = {
     "einsum of three": (
         lambda fun: fun,
@@ -45,6 +49,37 @@ CASES: dict[str, tuple[Fun, Fun, Fun, tuple[tuple[int, ...], ...]]] = {
         lambda x: x.norm(p=torch.inf, dim=-1),
         lambda x: jnp.max(jnp.abs(x), -1),
         ((64, 256),),
+    ),
+    "gradient of a quotient": (
+        _gradient,
+        lambda x: x / x.abs().sum(-1, keepdim=True),
+        lambda x: x / jnp.abs(x).sum(-1, keepdims=True),
+        ((64, 256),),
+    ),
+    "gradient of a quotient by rows and columns": (
+        _gradient,
+        lambda x, d, e: x / d[:, None] / e,
+        lambda x, d, e: x / d[:, None] / e,
+        ((64, 256), (64,), (256,)),
+    ),
+    "gradient of a quotient, mapped": (
+        lambda fun: jax.vmap(_gradient(fun)),
+        lambda x: x / x.abs().sum(-1, keepdim=True),
+        lambda x: x / jnp.abs(x).sum(-1, keepdims=True),
+        ((3, 64, 256),),
+    ),
+    "median": (
+        lambda fun: fun,
+        lambda x: x.median(-1).values,
+        lambda x: jnp.sort(x, -1)[..., (x.shape[-1] - 1) // 2],
+        ((64, 256),),
+    ),
+    "gradient of normalize": (_gradient, F.normalize, _unit, ((64, 256),)),
+    "gradient of cosine_similarity": (
+        _gradient,
+        F.cosine_similarity,
+        lambda a, b: jnp.sum(_unit(a) * _unit(b), 1),
+        ((64, 256),) * 2,
     ),
 }
 
@@ -95,6 +130,39 @@ def test_moved_axes_leave_products_and_sums_as_they_are() -> None:
         results.append([*outs, *gradients])
     for right, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, right)
+
+
+_DIVIDED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "by rows": lambda x, d: x / d[:, :1],
+    "by columns": lambda x, d: x / d[0],
+    "by one number": lambda x, d: x / d[0, 0],
+    "by what is spread out": lambda x, d: x / d[:, :1].expand_as(x),
+    "along all but one axis": lambda x, d: x.expand(2, 3, 4) / d[:, 1:2],
+    "spread as well": lambda x, d: x[0] / d[:, :1],
+    "twice": lambda x, d: x / d[:, :1] / d[:, :1],
+    "of a mapped function": lambda x, d: torch.func.vmap(lambda x, d: x / d[:1])(x, d),
+    "of nothing": lambda x, d: x[:, :0] / d[:, :1],
+    "of a gradient": lambda x, d: torch.func.grad(lambda d: (x / d[:, :1]).sin().sum())(d),
+    "complex": lambda x, d: (torch.complex(x, d) / torch.complex(d, x)[:, :1]).abs(),
+    "half": lambda x, d: x.half() / (300 * d[:, :1]).half(),
+    "by another dtype": lambda x, d: x.float() / d[0, 0],
+}
+
+
+@pytest.mark.parametrize("name", _DIVIDED)
+def test_gradients_of_divisors_that_are_spread(name: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    given = [torch.rand(3, 4, generator=random, dtype=torch.float64) + 0.5 for _ in range(2)]
+    orders: list[list[torch.Tensor]] = []
+    for fun in (_DIVIDED[name], as_torch(as_jax(_DIVIDED[name]))):
+        leaves = [t.clone().requires_grad_() for t in given]
+        out = fun(*leaves)
+        first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.sin().sum() for g in first), leaves)
+        orders.append([out, *first, *second])
+    wide = name not in ("half", "by another dtype")
+    for right, ours in zip(*orders, strict=True):
+        torch.testing.assert_close(ours, right, **({} if wide else {"rtol": 0.01, "atol": 0.01}))
 
 
 def test_attention_under_masks() -> None:
