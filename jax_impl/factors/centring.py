@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..program.sums import wide
 from .dense import einsum, is_direct
 from .merging import FEW, merged
-from .terms import Factor, Label, Term, Windows, invertible, is_half, narrowed
+from .terms import Factor, Label, Term, Windows, is_half, narrowed
 
 
 def centred(terms: Sequence[Term], dtype: Any) -> tuple[Term, ...]:
@@ -101,8 +101,8 @@ def _exponents(f: Factor, met: Sequence[Label], axes: tuple[int, ...], dtype: An
     sizes = jax.lax.optimization_barrier(sizes)  # else it would take the largest of all from the array again
     kept = [x for x in f.labels if x in met]
     sizes = jax.lax.stop_gradient(sizes.transpose([kept.index(x) for x in met]))
-    largest = invertible(jnp.max(sizes, axes, keepdims=True))
-    exponents = jnp.round(jnp.log2(sizes / largest) / 2)
+    largest = jnp.max(sizes, axes, keepdims=True)
+    exponents = jnp.round(jnp.log2(sizes / jnp.where(largest == 0, 1, largest)) / 2)
     return jnp.clip(exponents, -60, 0).astype(jnp.int32)
 
 
