@@ -71,9 +71,9 @@ def a_loss_for_each_feature() -> Any:
 @mistake
 def batch_normalisation_per_example() -> Any:
     def loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return functional_call(NET, p, (x,)).sum()
+        return functional_call(NET, p, (x,)).sum()  # mark
 
-    return mt.micro_grad(loss)(dict(NET.named_parameters()), X)  # mark
+    return mt.micro_grad(loss)(dict(NET.named_parameters()), X)
 
 
 @mistake
