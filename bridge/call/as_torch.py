@@ -65,7 +65,7 @@ def as_torch(jax_fun: Callable[..., PyTree], *, recompute: bool = False) -> Call
 
     functools.update_wrapper(fun, jax_fun)
     setattr(fun, _MADE, (fun, jax_fun))
-    fun.compiled = lambda *args, **kwargs: find_program(*prepare(jax_fun, recompute, args, kwargs))  # type: ignore[attr-defined]
+    fun.compiled = lambda *args, **kwargs: find_program(*_prepared(jax_fun, recompute, args, kwargs))  # type: ignore[attr-defined]
     return fun
 
 
@@ -85,15 +85,19 @@ def made_from(fun: object) -> Callable[..., PyTree] | None:
 def _call(
     jax_fun: Callable[..., PyTree], recompute: bool, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> PyTree:
+    root, tensors = _prepared(jax_fun, recompute, args, kwargs)
+    assert root.outline is not None
+    if root.outline.regains and not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return _run(*_prepared(jax_fun, recompute, args, kwargs, is_quiet=True), args, kwargs)
+    return _run(root, tensors, args, kwargs)
+
+
+def _prepared(*call: Any, is_quiet: bool = False) -> tuple[Root, list[torch.Tensor]]:
     try:
-        root, tensors = prepare(jax_fun, recompute, args, kwargs)
-        assert root.outline is not None
-        if root.outline.regains and not torch.is_grad_enabled():
-            with torch.enable_grad():
-                return _run(*prepare(jax_fun, recompute, args, kwargs, is_quiet=True), args, kwargs)
+        return prepare(*call, is_quiet=is_quiet)
     except (TypeError, ValueError) as error:
         raise located(error) from error.__cause__
-    return _run(root, tensors, args, kwargs)
 
 
 def _run(root: Root, tensors: list[torch.Tensor], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
