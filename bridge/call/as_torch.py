@@ -65,7 +65,7 @@ def as_torch(jax_fun: Callable[..., PyTree], *, recompute: bool = False) -> Call
 
     functools.update_wrapper(fun, jax_fun)
     setattr(fun, _MADE, (fun, jax_fun))
-    fun.compiled = lambda *args, **kwargs: find_program(*_prepared(jax_fun, recompute, args, kwargs))  # type: ignore[attr-defined]
+    fun.compiled = lambda *args, **kwargs: find_program(*_prepared(jax_fun, recompute, args, kwargs, False))  # type: ignore[attr-defined]
     return fun
 
 
@@ -85,17 +85,19 @@ def made_from(fun: object) -> Callable[..., PyTree] | None:
 def _call(
     jax_fun: Callable[..., PyTree], recompute: bool, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> PyTree:
-    root, tensors = _prepared(jax_fun, recompute, args, kwargs)
+    root, tensors = _prepared(jax_fun, recompute, args, kwargs, False)
     assert root.outline is not None
     if root.outline.regains and not torch.is_grad_enabled():
         with torch.enable_grad():
-            return _run(*_prepared(jax_fun, recompute, args, kwargs, is_quiet=True), args, kwargs)
+            return _run(*_prepared(jax_fun, recompute, args, kwargs, True), args, kwargs)
     return _run(root, tensors, args, kwargs)
 
 
-def _prepared(*call: Any, is_quiet: bool = False) -> tuple[Root, list[torch.Tensor]]:
+def _prepared(
+    jax_fun: Callable[..., PyTree], recompute: bool, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], is_quiet: bool
+) -> tuple[Root, list[torch.Tensor]]:
     try:
-        return prepare(*call, is_quiet=is_quiet)
+        return prepare(jax_fun, recompute, args, kwargs, is_quiet)
     except (TypeError, ValueError) as error:
         raise located(error) from error.__cause__
 
