@@ -48,7 +48,7 @@ def prepare(
     recompute: bool,
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-    is_quiet: bool = False,
+    is_quiet: bool,
 ) -> tuple[Root, list[torch.Tensor]]:
     """The call as a flat function with its outline, and its inputs."""
     if forked_child():
