@@ -196,8 +196,6 @@ class Contents:
         self.parts.append(Same(x))
         if isinstance(x, weakref.ReferenceType):
             self.visit(x(), path)
-        elif isinstance(x, weakref.ProxyTypes):
-            self.visit(x.__repr__.__self__, path)
         elif isinstance(x, torch.Generator):
             self.parts.append(x.initial_seed())
         elif isinstance(x, locks.LOCKS):
@@ -268,7 +266,7 @@ class Contents:
             fields = dict(enumerate(gc.get_referents(x)))  # all that Python tells of an object that is written in C
         held = {k: getattr(x, k) for k in sorted(slots) if hasattr(x, k)} | (fields or {})
         for k, v in held.items():
-            if not isinstance(v, (types.ModuleType, type)):
+            if not issubclass(kind_of(v), (types.ModuleType, type)):
                 self.parts.append(k)
                 self.visit(v, (path, f".{k}"))
         self.depth -= 1

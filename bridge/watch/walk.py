@@ -12,6 +12,7 @@ at the end of a walk: it starts again when it met new ones, and remembers them f
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import decimal
 import enum
@@ -22,6 +23,7 @@ import random
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -197,6 +199,10 @@ class Walk(Contents):
             add((kind, x))
         elif kind is torch.nn.Parameter:
             self.tensor(x, path)
+        elif kind in weakref.ProxyTypes:  # whose class is that of what it stands for, while that is there
+            add(kind)
+            with contextlib.suppress(ReferenceError):
+                self.visit(x.__repr__.__self__, path)
         elif isinstance(x, torch.nn.Module) and id(x) not in self.seen:
             self.seen[id(x)] = len(self.seen)
             self.keep.append(x)

@@ -6,6 +6,7 @@ import array
 import asyncio
 import collections
 import csv
+import gc
 import importlib.util
 import io
 import logging
@@ -435,3 +436,18 @@ def test_an_iterator_written_in_c_is_refused_by_name(make: Fun) -> None:
     mine = make()
     with pytest.raises(TypeError, match="mine is an iterator"):
         through(lambda x: x * len(str(next(mine))))(X)
+
+
+@pytest.mark.parametrize("kind", [nn.Identity, type("Thing", (), {})])
+def test_what_a_weak_proxy_stood_for_may_be_gone(kind: Any) -> None:
+    thing = kind()
+    thing.scale = 2.0
+    held: list[Any] = [weakref.proxy(thing), 5.0]
+    call = through(lambda x: x * (held[0].scale if held[1] == 5 else held[1]))
+    assert call(torch.ones(())) == 2
+    thing.scale = 3.0
+    assert call(torch.ones(())) == 3
+    del thing
+    gc.collect()
+    held[1] = 7.0
+    assert call(torch.ones(())) == 7
