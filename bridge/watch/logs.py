@@ -147,7 +147,7 @@ def is_tensor(value: object) -> bool:
 
 def _content(container: Collection[object]) -> list[object]:
     values = container.values() if isinstance(container, dict) else container
-    return [value if isinstance(value, (int, str)) else id(value) for value in values]
+    return [value if issubclass(type(value), (int, str)) else id(value) for value in values]
 
 
 def written_count() -> int:
