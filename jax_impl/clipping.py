@@ -121,8 +121,9 @@ def clipped_grad(
       in that dtype, and rounded once. So a product beyond float16's range, infinite in the plain computation, is
       clipped like others. (A cast to float16 stays one.)
 
-    An example whose gradient holds NaN or infinity counts as zero with ``nan_safe``, all of it. (jax_privacy zeroes
-    the entries and keeps the rest, which needs each entry.)
+    An example whose norm is not finite, because its gradient holds NaN or infinity or because its squares do not fit
+    the dtype, counts as zero with ``nan_safe``, all of it. (jax_privacy zeroes the entries and keeps the rest, which
+    needs each entry.)
 
     After ``jax_privacy.clipping.clipped_grad`` (De et al., 2022, arXiv:2204.13650); ghost norms and book-keeping (Li et
     al., 2021, arXiv:2110.05679; Bu et al., 2022, arXiv:2210.00038) do for layers what this does for programs. Trees of
