@@ -240,7 +240,7 @@ class Contents:
         self.seen.setdefault(id(x), len(self.seen))
         fields = getattr(x, "__dict__", {})
         names = self.names if is_namespace else self.names | {f"_{name}" for name in self.names}  # behind a property
-        found = {k: fields[k] for k in names & fields.keys() if isinstance(fields[k], _NAMED)}
+        found = {k: fields[k] for k in names & fields.keys() if issubclass(kind_of(fields[k]), _NAMED)}
         if found and is_namespace:
             owner = x if isinstance(x, type) else fields
             self.found_places.append(Place(owner, getattr(x, "__name__", type(x).__name__), frozenset(found), True))

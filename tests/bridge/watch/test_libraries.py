@@ -5,6 +5,7 @@ from __future__ import annotations
 import decimal
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,13 @@ def test_a_counter_on_a_librarys_class_counts(monkeypatch: pytest.MonkeyPatch) -
     call = as_torch(as_jax(count))
     assert [call(ONE).item() for _ in range(3)] == [1, 2, 3]
     assert nn.Linear.marked == 3
+
+
+@pytest.mark.parametrize("owner", [LOG, HANDLER, THREAD, torch, nn.Linear], ids=lambda owner: type(owner).__name__)
+def test_a_field_may_be_a_weak_proxy_of_what_is_gone(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "other", weakref.proxy(nn.Identity()), raising=False)
+    monkeypatch.setattr(owner, "marked", 2, raising=False)
+    call = as_torch(as_jax(lambda x: x * owner.marked if owner.marked < 9 else owner.other.scale))
+    for number in (2, 3):
+        owner.marked = number
+        assert call(ONE) == number
