@@ -1,7 +1,6 @@
 """Microbatching of torch functions against eager torch: a Python loop over microbatches or examples."""
 
 import collections
-import gc
 import inspect
 import math
 
@@ -946,15 +945,6 @@ def test_each_microbatch_draws_its_own(partition):
     assert not set(masks(call, torch.ones(7, 48))) & set(first)
 
 
-def test_the_generator_moves_only_for_functions_that_draw():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    mt.micro_grad(lambda p, x: (p * x).sum(), microbatch_size=2)(torch.ones(2), torch.ones(3, 2))
-    assert torch.equal(torch.get_rng_state(), before)
-    mt.micro_vmap(dropped, microbatch_size=2)(torch.ones(3, 2))
-    assert not torch.equal(torch.get_rng_state(), before)
-
-
 def test_backward_uses_the_masks_of_the_forward_pass():
     x = torch.ones(5, 32, requires_grad=True)
     for call in (mt.micro_vmap(dropped, microbatch_size=2), mt.microbatch(dropped, 0, 2, CONCAT)):
@@ -1040,19 +1030,6 @@ def test_a_training_flag_traces_again():
     assert len(ran) == evaluated  # both programs are kept
 
 
-@pytest.mark.parametrize("what", ["microbatch", "micro_vmap"])
-def test_a_second_call_does_not_trace(what):
-    ran = []
-    make = lambda f: mt.microbatch(f, 0, 2) if what == "microbatch" else mt.micro_vmap(f, microbatch_size=2)
-    for i in range(3):
-        call = make(lambda x: (ran.append(1), x.sum(0) * 2)[1])
-        for x in (data(6, 2, seed=i), data(5, 2, seed=i), data(6, 2).T.contiguous().T):
-            call(x)
-        if i == 0:
-            first = len(ran)
-    assert len(ran) == first
-
-
 def test_other_options_do_not_share_a_program():
     x = torch.arange(6.0)
     results = [
@@ -1060,19 +1037,6 @@ def test_other_options_do_not_share_a_program():
         for size, kind, p in [(2, SUM, "strided"), (2, SUM, "contiguous"), (3, SUM, "strided"), (3, MEAN, "contiguous")]
     ]
     assert results == [1.5, 0.5, 2.0, 1.0]
-
-
-def test_nothing_keeps_tensors_alive():
-    import weakref
-
-    def scope():
-        x, scale = data(5, 2), data(2)
-        out = mt.microbatch(lambda b: (b * scale).sum(), 0, 2)(x)
-        return [weakref.ref(t) for t in (x, scale, out)]
-
-    refs = scope()
-    gc.collect()
-    assert [r() for r in refs] == [None] * 3
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -1181,17 +1145,6 @@ def test_backward_equals_the_full_batch(size, partition):
         (mean * 3 + total.pow(2).sum() + (rows * rows.detach()).sum()).backward()
         grads.append((w.grad, x.grad))
     assert_same(grads[1], grads[0])
-
-
-def test_no_grad_and_detached_inputs_carry_no_graph():
-    x, w = data(5, 3), data(3).requires_grad_()
-    fun = mt.microbatch(lambda b: (b * w).sum(), 0, 2)
-    with torch.no_grad():
-        assert not fun(x).requires_grad
-    with torch.inference_mode():
-        assert fun(x).item() == pytest.approx((x * w).sum().item(), rel=1e-5)
-    assert fun(x).requires_grad
-    assert not mt.microbatch(lambda b: b.sum(), 0, 2)(x).requires_grad
 
 
 def test_gradients_carry_a_graph():
@@ -1317,18 +1270,6 @@ def test_results_may_be_written(size):
     for tensor in (grads["w"], grads["n"], aux.values):
         tensor.add_(1)
     assert torch.equal(scale, torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [lambda x: x.T.contiguous().T, lambda x: x.repeat_interleave(2, 0)[::2], lambda x: torch.cat([x, x], 1)[:, 3:],
-     lambda x: x[:1].expand(5, 3), lambda x: torch.complex(x, -x).conj().imag],
-)  # fmt: skip
-def test_layouts(layout):
-    x = layout(data(5, 3))
-    assert_same(mt.microbatch(lambda b: (b * 2, b.sum(0)), 0, 2, (CONCAT, SUM))(x), (x * 2, x.sum(0)))
-    loss = lambda p, b: (p * b).sum() ** 2
-    assert_same(mt.micro_grad(loss, microbatch_size=2)(data(3), x)[0], summed(loop_of_grads(loss, data(3), x)[0]))
 
 
 # --- optax ----------------------------------------------------------------------------------------------------------
