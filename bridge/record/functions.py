@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import _VF, Tensor
 from torch.autograd.function import FunctionCtx
 from torch.types import Number
 
@@ -305,6 +305,17 @@ def refuse_sparse(*args: object, **kwargs: object) -> NoReturn:
     )
 
 
+def lstm(input: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
+    """Compute a layer's LSTM; on a CPU autocast knows torch's whole kernel, which takes no projections."""
+    is_kernels = input.is_cpu and input.dtype == torch.float32 and state[0].shape == state[1].shape
+    if not (is_kernels and torch.is_autocast_enabled("cpu") and input.numel()):
+        return _VF.lstm(input, state, weights, *options)
+    dtype = torch.get_autocast_dtype("cpu")
+    rounded = [[v.to(dtype).float() for v in given] for given in ([input], state, weights)]
+    with torch.autocast("cpu", enabled=False):  # the kernel sums in float32
+        return tuple(v.to(dtype) for v in _VF.lstm(*rounded[0], *rounded[1:], *options))
+
+
 REPLACEMENTS: dict[object, Function] = {
     **{
         getattr(torch.Tensor, f"to_sparse{layout}"): refuse_sparse
@@ -345,6 +356,7 @@ REPLACEMENTS: dict[object, Function] = {
     torch._C._nn.hardsigmoid: hardsigmoid,
     torch._C._nn.hardsigmoid_: functools.partial(hardsigmoid, inplace=True),
     F.one_hot: one_hot,
+    _VF.lstm: lstm,
     torch._is_all_true: is_all_true,
     torch.Tensor.item: item,
     torch.Tensor.__setitem__: setitem,

@@ -51,6 +51,36 @@ def test_options_that_torch_refuses(options: dict[str, Any]) -> None:
     assert str(expected.value) in str(got.value)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}, {"proj_size": 2}, {"dtype": torch.float64}],
+    ids=str,
+)
+def test_an_lstm_under_autocast(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Autocast takes the kernel of CPUs as a whole: its results, but not those of other recurrent layers."""
+    torch.manual_seed(0)
+    lstm = torch.nn.LSTM(3, 4, **options)
+    x = data(5, 2, 3, dtype=options.get("dtype", torch.float32))
+
+    def fun(x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype):
+            return lstm(x)
+
+    with torch.no_grad():  # the kernel has no derivatives in float16
+        expected, precise = fun(x), lstm(x)
+    got = as_torch(as_jax(fun))(x)
+    for a, b, c in zip(*map(torch.utils._pytree.tree_leaves, (got, expected, precise)), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.01)
+        torch.testing.assert_close(a.to(c.dtype), c, rtol=0.02, atol=0.01)
+    found = torch.autograd.grad(got[0].float().sum(), list(lstm.parameters()))
+    for a, b in zip(found, torch.autograd.grad(lstm(x)[0].sum(), list(lstm.parameters())), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
 def test_a_program_that_torch_exported() -> None:
     """It keeps tensors without data, of its shapes."""
     layer, x = torch.nn.Linear(3, 2), data(4, 3)
