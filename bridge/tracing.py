@@ -205,8 +205,9 @@ class _Traced:
         if changes and (written_count(), read_count()) != before:  # the key has learned more of the function since
             left = Watched(walk)
             start.restore()
-            changes = now.key != walk_again().key
+            changes = now.key != walk_again().key or not walk.is_up_to_date()
             left.restore()
+        made.flat.changes = changes
         if changes or made.flat.holds_objects:
             (remember_change if outer is None else outer.changing.append)(walk.identity)
         if written_count() != before[0]:  # the key leaves out now what the function was seen to write to
@@ -271,6 +272,10 @@ def _write_back(
     outer: Call | None,
 ) -> None:
     """Give captured tensors that the function writes to in place their new values."""
+    if outer is None and made.tracing.mutated:
+        met = dict(enumerate(made.tracing.captured, len(arrays)))
+        written = set(made.tracing.mutated).difference(made.tracing.moved)
+        bindings.check_apart(met, written, lambda i: walk.describe(met[i])[0])
     for i, value in zip(made.tracing.mutated, values, strict=True):
         position = i - len(arrays)
         tensor = made.tracing.captured[position]

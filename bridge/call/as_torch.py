@@ -12,7 +12,7 @@ import torch
 from ...jax_impl.program.trees import PyTree
 from ..base import torch_internals as ti
 from ..base.errors import TraceError, located, user_line
-from ..effects.bindings import Effect, entries, is_row, leave, span
+from ..effects.bindings import Effect, check_apart, entries, is_row, leave
 from ..effects.containers import Bound
 from ..effects.sources import Basic, Given, from_basic
 from ..memory.trees import containers_in, to_torch_tree
@@ -156,24 +156,11 @@ def _check_inside(outline: Outline) -> None:
 
 
 def _check_apart(root: Root) -> None:
-    """Refuse a write to a tensor whose memory another one shows too: the program has them as two."""
+    """Refuse a write to a tensor whose memory another one shows too."""
     assert root.outline is not None
     written = {*root.outline.mutated, *(i for i, _ in root.outline.carried)} - root.outline.moved
-    with torch._C.DisableTorchFunction():
-        spans = {
-            i: (t.untyped_storage().data_ptr(), *span(t))
-            for i, t in ((i, root.inputs[i]) for i in root.outline.met)
-            if t.numel() and not is_traced_tensor(t)
-        }
-    for i in written & spans.keys():
-        memory, start, end = spans[i]
-        for j, (other, first, last) in spans.items():
-            if j != i and other == memory and first < end and start < last:
-                raise TraceError(
-                    f"the function writes in place to {_input_name(root, i)}, whose memory {_input_name(root, j)} "
-                    "shows too, and would not see there what was written. Make one of the other inside of the "
-                    "function, or write to a copy."
-                )
+    met = {i: root.inputs[i] for i in root.outline.met if not is_traced_tensor(root.inputs[i])}
+    check_apart(met, written, lambda i: _input_name(root, i))
 
 
 def _input_name(root: Root, i: int) -> str:

@@ -22,7 +22,7 @@ from ..derive.context import Call, running
 from ..derive.dependence import dependent_outputs
 from ..derive.functions import DeletedFunction
 from ..effects.bindings import as_before, put
-from ..effects.running import where
+from ..effects.running import no_derivative_again, where
 from ..effects.side_effects import Watched
 from ..memory.dtypes import jax_dtype
 from ..memory.values import array_to_tensor, jax_device, tensor_to_array, tensors_to_arguments, unusual_stride
@@ -87,11 +87,7 @@ class Program:
                 self._compile_forward(flat, call, avals)
         if again is not None and call.changing and flat is not root:
             again.restore()
-            raise TraceError(
-                f"{where(root.walk)}a derivative that starts from the inputs runs the function again, which changes "
-                "Python objects that it captures. Keep what changes in numbers or tensors, or call it without "
-                "recompute=True and second derivatives."
-            )
+            raise no_derivative_again(root.walk)
         if call.missing and flat is not root:
             raise RuntimeError(
                 "a tensor that the function captures was replaced by another one between the call and a derivative "

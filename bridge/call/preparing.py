@@ -165,7 +165,7 @@ class _Preparation:
                 if read_count() == read or is_last:
                     raise
             if read_count() != read and not is_last:  # names that it puts together are followed from now on
-                if not self._stays(start, program is not None and seen is not None and not seen.missing):
+                if not self._stays(start, seen if program is not None else None):
                     return None
                 break
             assert seen is not None
@@ -194,12 +194,16 @@ class _Preparation:
             keep(program, *self.root(hidden))
         return seen
 
-    def _stays(self, start: Watched, is_done: bool) -> bool:
-        """Whether the key is the same with the names that the function was seen to put together; else start again."""
+    def _stays(self, start: Watched, seen: Outline | None) -> bool:
+        """Whether the key is the same with the names that the function was seen to put together; else start again.
+
+        What the function has changed for good it would change twice, and what was traced serves for this call alone.
+        """
         left = Watched(self.walk)
         start.restore()
         now = self.walk_again()
-        stays = is_done and (now.key, now.asks_history) == (self.walk.key, self.walk.asks_history)
+        is_same = (now.key, now.asks_history) == (self.walk.key, self.walk.asks_history)
+        stays = seen is not None and not seen.missing and (is_same or bool(seen.changing))
         if stays:
             left.restore()
         return stays

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -294,7 +294,21 @@ def _share_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
     return bool(one.numel() and two.numel()) and ti.storage_key(one) == ti.storage_key(two)
 
 
-def span(tensor: torch.Tensor) -> tuple[int, int]:
+def check_apart(tensors: Mapping[int, torch.Tensor], written: Set[int], name: Callable[[int], str]) -> None:
+    """Refuse a write to a tensor whose memory another one shows too: the program has them as two."""
+    with torch._C.DisableTorchFunction():
+        spans = {i: (t.untyped_storage().data_ptr(), *_span(t)) for i, t in tensors.items() if t.numel()}
+    for i in spans.keys() & written:
+        memory, start, end = spans[i]
+        for j, (other, first, last) in spans.items():
+            if j != i and other == memory and first < end and start < last:
+                raise TraceError(
+                    f"the function writes in place to {name(i)}, whose memory {name(j)} shows too, and would not see "
+                    "there what was written. Make one of the other inside of the function, or write to a copy."
+                )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Where the elements of a tensor begin and end in its memory, in bytes."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start, size = int(tensor.storage_offset()), tensor.element_size()
@@ -302,7 +316,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
-    (start, end), (first, last) = span(one), span(two)
+    (start, end), (first, last) = _span(one), _span(two)
     return one is two or (_share_memory(one, two) and start < last and first < end)
 
 
@@ -320,7 +334,7 @@ def _shows(other: torch.Tensor, tensor: torch.Tensor) -> bool:
     if tensor.dtype != other.dtype and tensor.element_size() != other.element_size() and not other.is_contiguous():
         return False
     if _in_order(other).is_contiguous():
-        return span(tensor)[1] <= other.numel() * other.element_size()
+        return _span(tensor)[1] <= other.numel() * other.element_size()
     if _is_unknown(other):
         return False
     places = int(tensor.storage_offset()) + _different_positions(tensor)

@@ -56,6 +56,7 @@ class FlatFunction:
         self.carried: list[int] = []  # captured tensors that were written to in place, with a history in autograd
         self.regains = False  # whether results have a history though autograd is off
         self.holds_objects = False  # whether it keeps containers with objects that no call could make again
+        self.changes = False  # whether it changes what its effects do not put back
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.captured: list[torch.Tensor] | None = None  # set when the function has been traced
         self._before_backward: Watched | None = None
@@ -135,6 +136,8 @@ class FlatFunction:
         for effect in self.effects:
             if effect.before is not UNKNOWN:
                 write(watched.places[effect.place], effect.key, effect.before)
+        if self.changes and not self.walk.is_up_to_date():
+            raise no_derivative_again(self.walk)
         again = self._run(tensors, *to_torch_tree(self._structure.join(tensors)))
         returned = Structure.split(again, self._is_tensor)[0]
         left: dict[int, torch.Tensor | None] = {}
@@ -173,6 +176,8 @@ class FlatFunction:
                     scope.enter_context(_NoBatchStatistics(self.walk))
                 if not self.mode.grad and not self._is_interpreted:
                     scope.enter_context(torch.no_grad())
+                    if current is not None:  # whose end is no doing of the function's
+                        scope.callback(setattr, current, "enables_grad", lambda: None)
                 scope.enter_context(leaving_switches())
                 result = to_jax_tree(self._torch_fun(*args, **kwargs), opening(p.owner for p in self.walk.places))
             if self.mode.once:  # per example torch.func makes copies too
@@ -207,6 +212,15 @@ class FlatFunction:
 
     def _is_tensor(self, leaf: object) -> bool:
         return isinstance(leaf, torch.Tensor) or (self._is_interpreted and is_interpreted(leaf))
+
+
+def no_derivative_again(walk: Walk) -> TraceError:
+    """Return the refusal of a derivative for which a function would run from another start than its call did."""
+    return TraceError(
+        f"{where(walk)}a derivative that starts from the inputs runs the function again, which changes Python objects "
+        "that it captures. Keep what changes in numbers or tensors, or call it without recompute=True and second "
+        "derivatives."
+    )
 
 
 def where(walk: Walk) -> str:

@@ -307,13 +307,14 @@ def refuse_sparse(*args: object, **kwargs: object) -> NoReturn:
 
 def lstm(input: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
     """Compute a layer's LSTM; on a CPU autocast knows torch's whole kernel, which takes no projections."""
+    plain: Any = _VF.lstm
     is_kernels = input.is_cpu and input.dtype == torch.float32 and state[0].shape == state[1].shape
     if not (is_kernels and torch.is_autocast_enabled("cpu") and input.numel()):
-        return _VF.lstm(input, state, weights, *options)
+        return plain(input, state, weights, *options)
     dtype = torch.get_autocast_dtype("cpu")
-    rounded = [[v.to(dtype).float() for v in given] for given in ([input], state, weights)]
+    (x,), *rest = [[v.to(dtype).float() for v in given] for given in ([input], state, weights)]
     with torch.autocast("cpu", enabled=False):  # the kernel sums in float32
-        return tuple(v.to(dtype) for v in _VF.lstm(*rounded[0], *rounded[1:], *options))
+        return tuple(v.to(dtype) for v in plain(x, *rest, *options))
 
 
 REPLACEMENTS: dict[object, Function] = {

@@ -7,6 +7,8 @@ import collections
 import copy
 import dataclasses
 import functools
+import itertools
+import os
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -280,7 +282,39 @@ def _bound(name: str, of_library: bool) -> Callable[[], Function]:
     return program
 
 
+_NUMBERS = itertools.count()
+
+
+def _environment() -> Function:
+    name = f"MICROTOME_TEST_{next(_NUMBERS)}"
+    os.environ[name] = "0"
+
+    def fun(x: torch.Tensor) -> torch.Tensor:
+        os.environ[name] = str(int(os.environ[name]) + 1)
+        return x * int(os.environ[name])
+
+    return fun
+
+
+def _on_a_tensor(make: Callable[[], Any]) -> Callable[[], Function]:
+    def program() -> Function:
+        marked = make()
+        marked.count = 0
+
+        def fun(x: torch.Tensor) -> torch.Tensor:
+            marked.count += 1
+            return x * marked.count
+
+        return fun
+
+    return program
+
+
 PROGRAMS: dict[str, Callable[[], Function]] = {
+    "environment": _environment,
+    "attribute of a tensor": _on_a_tensor(lambda: torch.ones(2)),
+    "attribute of a parameter": _on_a_tensor(lambda: nn.Parameter(torch.ones(2))),
+    "memoryview": _buffer(lambda: memoryview(bytearray(b"\x01"))),
     "set": _set,
     "set of objects": _set_of_objects,
     "weak set": _weak_set,
@@ -325,6 +359,31 @@ def test_what_a_function_changes_is_changed_in_each_call(name: str) -> None:
     torch.testing.assert_close([traced(x) for _ in range(5)], expected)
     if name != "growing layers" and name != "lazy layer":
         assert not torch.equal(expected[0], expected[1]) or not torch.equal(expected[1], expected[2])
+
+
+def _in_turn(fun: Function, modes: Iterable[bool]) -> list[torch.Tensor] | str:
+    """The results of calls with autograd on or off, or what was refused."""
+    results, x = [], torch.tensor([0.5, 0.25], requires_grad=True)
+    for mode in modes:
+        with torch.set_grad_enabled(mode):
+            try:
+                results.append(fun(x).detach())
+            except TypeError as error:
+                return str(error)
+    return results
+
+
+@pytest.mark.parametrize("modes", [(True, False, True, False), (False, True, False, True)], ids=str)
+@pytest.mark.parametrize("name", marked(PROGRAMS, quick=("environment", "set", "class of an object")))
+@pytest.mark.filterwarnings("ignore:.* has been compiled 32 times")
+def test_what_is_changed_once_in_each_call_whether_or_not_autograd_records(name: str, modes: tuple[bool, ...]) -> None:
+    expected = _in_turn(PROGRAMS[name](), modes)
+    torch.testing.assert_close(_in_turn(as_torch(as_jax(PROGRAMS[name]())), modes), expected)
+    got = _in_turn(as_torch(as_jax(PROGRAMS[name]()), recompute=True), modes)
+    if isinstance(got, str):  # the gradient would start from what the call has left
+        assert "a derivative that starts from the inputs runs the function again" in got
+    else:
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("name", ["set", "order of a dict", pytest.param("class of an object", marks=pytest.mark.slow)])
