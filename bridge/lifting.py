@@ -22,7 +22,7 @@ from .memory.values import array_to_tensor
 from .tracing import as_jax
 from .watch.walk import is_traced
 
-Fun = TypeVar("Fun", bound=Callable[..., PyTree])
+FunT = TypeVar("FunT", bound=Callable[..., PyTree])
 T = TypeVar("T")
 _MARK = "__microtome_jax__"
 _JAX_MODULES = ("jax", "jaxlib", "optax", "microtome.jax_impl")
@@ -31,7 +31,7 @@ _QUESTIONS = itertools.count()
 _JAX_CODE = os.path.join(os.path.dirname(jax.__file__), "")
 
 
-def jax_function(fun: Fun) -> Fun:
+def jax_function(fun: FunT) -> FunT:
     """Mark a callable as written in JAX, so that :func:`lift` passes it on untraced.
 
     >>> import jax.numpy as jnp

@@ -282,7 +282,7 @@ def _write_back(
         if not made.flat.mode.once:
             raise no_place_for_updates(tensor, walk)
         if outer is None:
-            bindings.put(tensor, array_to_tensor(value), i in made.tracing.moved)
+            bindings.assign(tensor, array_to_tensor(value), i in made.tracing.moved)
         else:
             if i in made.tracing.moved:
                 outer.moved.add(id(tensor))

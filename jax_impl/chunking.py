@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .batches.arguments import Arguments, Batch, Function, collect, leaf_axes, mapped_axes, wraps
+from .batches.arguments import Batch, Signature, collect, leaf_axes, mapped_axes, wraps
 from .batches.loop import Traced, example_shapes
-from .batches.slices import over_slices, write
-from .program.trees import PyTree, check_width, flatten_with_names, positive, with_weak_type
+from .batches.slices import over_slices, write_rows
+from .program.trees import Function, PyTree, check_width, flatten_with_names, positive, with_weak_type
 
 
 def chunked_vmap(
@@ -81,7 +81,7 @@ def mapped_in_chunks(
         chunk_size = positive("chunk_size", chunk_size, "or None for all examples at once")
     if isinstance(in_axes, bool) or not (in_axes is None or isinstance(in_axes, (int, tuple, list))):
         raise TypeError(f"in_axes must be an int, None or a sequence with an entry for each argument, got {in_axes!r}.")
-    arguments = Arguments.of(fun)
+    arguments = Signature.of(fun)
 
     @wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def mapped_in_chunks(
                 pairs = zip(batch.leaves, batch.axes, strict=True)
                 values = in_loop(*(jax.lax.dynamic_slice_in_dim(leaf, start, rows, axis) for leaf, axis in pairs))
                 return [
-                    value if axis is None else write(result, value, start, axis)
+                    value if axis is None else write_rows(result, value, start, axis)
                     for result, value, axis in zip(results, values, axes, strict=True)
                 ]
 

@@ -12,17 +12,16 @@ import jax.numpy as jnp
 
 from .batches.accumulation import AccumulationType, DividedSum
 from .batches.arguments import (
-    Arguments,
     Batch,
-    Function,
+    Signature,
     Slot,
     axis_of_keyword,
     collect,
+    get_argument,
     indices,
-    read,
+    set_argument,
     slots,
     wraps,
-    write,
 )
 from .batches.differentiation import places_to_differentiate, value_and_grad
 from .batches.loop import accumulate, explained
@@ -30,7 +29,7 @@ from .batches.partition import Options
 from .factors.explain import Explanation
 from .norms import checked_norms, clipped, global_norm
 from .program.sums import wide
-from .program.trees import PyTree, as_array, check_width, dtype_of, flatten, flatten_with_names
+from .program.trees import Function, PyTree, as_array, check_width, dtype_of, flatten, flatten_with_names
 
 
 class ClippedAux(NamedTuple):
@@ -183,7 +182,7 @@ def clipped_grad(
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise TypeError(f"dtype must be a floating-point type, got {jnp.dtype(dtype).name}.")
     options = Options.checked(microbatch_size, remainder, partition, None)
-    arguments = Arguments.of(fun)
+    arguments = Signature.of(fun)
     wanted = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
     batched = arguments.batch(batch_argnums)
     keys = (
@@ -214,7 +213,7 @@ def clipped_grad(
             batch = dataclasses.replace(batch, leaves=filled)
         key_leaves, key_trees = [], []
         for slot in key_slots:
-            leaves, treedef = flatten(read(slot, args, kwargs))
+            leaves, treedef = flatten(get_argument(slot, args, kwargs))
             key_leaves += [jax.random.split(key, batch.rows) for key in leaves]
             key_trees.append((slot, treedef))
         count = len(batch.leaves)
@@ -225,7 +224,7 @@ def clipped_grad(
             rest = iter(leaves[count : count + len(key_leaves)])
             for slot, treedef in key_trees:
                 tree = treedef.unflatten([next(rest) for _ in range(treedef.num_leaves)])
-                write(slot, tree, new_args, new_kwargs)
+                set_argument(slot, tree, new_args, new_kwargs)
             value, aux, grads, _ = _value_and_grad(fun, has_aux, places, new_args, new_kwargs)
             grads = grads[0] if isinstance(argnums, int) else grads
             norm = global_norm(grads) if return_grad_norms else None
@@ -287,9 +286,9 @@ def _value_and_grad(
         ) from error
 
 
-def _check_parameters(arguments: Arguments, places: Sequence[Slot], args: Any, kwargs: Any) -> None:
+def _check_parameters(arguments: Signature, places: Sequence[Slot], args: Any, kwargs: Any) -> None:
     for slot in places:
-        for name, leaf in flatten_with_names(read(slot, args, kwargs), arguments.label(slot))[0]:
+        for name, leaf in flatten_with_names(get_argument(slot, args, kwargs), arguments.label(slot))[0]:
             found = jnp.dtype(dtype_of(leaf))
             if not jnp.issubdtype(found, jnp.floating):
                 raise TypeError(

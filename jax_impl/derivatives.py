@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from .batches.arguments import Function
 from .batches.blocks import Unflatten, compiler, progress_bar
 from .batches.matrices import coordinates, hessian_matrix, jacobian_matrix
 from .program.trees import (
+    Function,
     PyTree,
     flatten,
 )

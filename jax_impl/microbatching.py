@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from .batches.accumulation import AccumulationType, Accumulator, AccumulatorTree
-from .batches.arguments import Arguments, Function, Slot, axis_of_keyword, collect, indices, mapped_axes, slots, wraps
+from .batches.arguments import Signature, Slot, axis_of_keyword, collect, indices, mapped_axes, slots, wraps
 from .batches.differentiation import places_to_differentiate, value_and_grad
 from .batches.fitting import checked_tree
 from .batches.loop import VmapFn, accumulate, explained
 from .batches.partition import Options
 from .factors.explain import Explanation
-from .program.trees import PyTree
+from .program.trees import Function, PyTree
 
 
 class Aux(NamedTuple):
@@ -100,7 +100,7 @@ def microbatch(
     """
     options = Options.checked(microbatch_size, remainder, partition, num_real_microbatches)
     accumulator = checked_tree(accumulator)
-    arguments = Arguments.of(fun)
+    arguments = Signature.of(fun)
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"argnames must be a string or a sequence of strings, got {argnames!r}.")
@@ -204,7 +204,7 @@ def micro_vmap(
     """
     options = Options.checked(microbatch_size, remainder, partition, num_real_microbatches)
     accumulator = checked_tree(accumulator)
-    arguments = Arguments.of(fun)
+    arguments = Signature.of(fun)
     if out_axes != 0:
         raise NotImplementedError(f"out_axes must be 0, got {out_axes!r}. Move the axis in the result instead.")
     if isinstance(in_axes, bool) or not isinstance(in_axes, (int, tuple, list)):
@@ -321,7 +321,7 @@ def micro_grad(
     """
     options = Options.checked(microbatch_size, remainder, partition, num_real_microbatches)
     accumulator = checked_tree(accumulator)
-    arguments = Arguments.of(fun)
+    arguments = Signature.of(fun)
     wanted = [arguments.check("argnums", i) for i in indices("argnums", argnums)]
     batched = arguments.batch(batch_argnums)
 

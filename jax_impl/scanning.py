@@ -17,7 +17,7 @@ from .program.sums import Shared
 from .program.trees import PyTree, as_array, flatten_with_names, integer, is_weak, positive, structure, with_weak_type
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
-Arrays = list[jax.Array]
+Leaves = list[jax.Array]
 
 
 def sliced_scan(
@@ -175,14 +175,14 @@ class _Loop:
     Parts are given by iterations, which count from the first that runs: with ``reverse`` that is the last entry.
     """
 
-    step: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
-    carry: Arrays
-    xs: Arrays
+    step: Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]
+    carry: Leaves
+    xs: Leaves
     length: int
     reverse: bool
     unroll: int | bool
     y_shapes: Sequence[Any]
-    result: Callable[[Arrays, Arrays], tuple[Any, Any]]
+    result: Callable[[Leaves, Leaves], tuple[Any, Any]]
 
     @classmethod
     def of(cls, f: Step, init: PyTree, xs: PyTree, length: int | None, reverse: bool, unroll: int | bool) -> _Loop:
@@ -218,14 +218,14 @@ class _Loop:
         kept = [k for k, v in enumerate(jaxpr.invars[: len(carry)]) if jaxpr.outvars[k] is v]
         shared = Shared([carry[k] for k in kept])
 
-        def step(carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+        def step(carry: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
             given = dict(enumerate(carry)) | dict(zip(kept, shared.read(), strict=True))
             out = jax.tree.leaves(traced(*given.values(), *x))
             return [carry[k] if k in kept else out[k] for k in range(len(carry))], out[len(carry) :]
 
         carry_shapes, y_shapes = map(jax.tree.leaves, traced.output)
 
-        def result(carry: Arrays, ys: Arrays) -> tuple[Any, Any]:
+        def result(carry: Leaves, ys: Leaves) -> tuple[Any, Any]:
             typed = map(with_weak_type, carry, carry_shapes), map(with_weak_type, ys, y_shapes)
             return treedef.unflatten(typed[0]), y_treedef.unflatten(typed[1])
 
@@ -237,32 +237,32 @@ class _Loop:
         xs = self.xs if (low, high) == (0, self.length) else [x[low:high] for x in self.xs]
         return dataclasses.replace(self, xs=xs, length=last - first)
 
-    def run(self, carry: Arrays) -> tuple[Arrays, Arrays]:
+    def run(self, carry: Leaves) -> tuple[Leaves, Leaves]:
         """Run all iterations; return the carry and the outputs."""
         return self._scan(self.step, carry)
 
-    def skip(self, carry: Arrays) -> Arrays:
+    def skip(self, carry: Leaves) -> Leaves:
         """Run all iterations for their carry."""
         return self._scan(lambda c, x: (self.step(c, x)[0], None), carry)[0] if self.length else carry
 
-    def run_in_parts(self, size: int, run: Callable[[_Loop, Arrays], tuple[Arrays, Arrays]], carry: Arrays) -> Any:
+    def run_in_parts(self, size: int, run: Callable[[_Loop, Leaves], tuple[Leaves, Leaves]], carry: Leaves) -> Any:
         """Run ``run(part, carry)`` for one part of ``size`` iterations after another, in a scan."""
         xs = [x.reshape(self.length // size, size, *x.shape[1:]) for x in self.xs]
         unroll = self.unroll if isinstance(self.unroll, bool) else max(self.unroll // size, 1)
         outer = dataclasses.replace(self, xs=xs, length=self.length // size, unroll=unroll)
         return outer._scan(lambda c, part: run(dataclasses.replace(self, xs=part, length=size), c), carry)
 
-    def _scan(self, body: Callable[[Arrays, Arrays], Any], carry: Arrays) -> Any:
+    def _scan(self, body: Callable[[Leaves, Leaves], Any], carry: Leaves) -> Any:
         unroll = self.unroll if isinstance(self.unroll, bool) else min(self.unroll, max(self.length, 1))
         return jax.lax.scan(body, carry, self.xs, self.length, self.reverse, unroll)
 
-    def join(self, earlier: Arrays, later: Arrays) -> Arrays:
+    def join(self, earlier: Leaves, later: Leaves) -> Leaves:
         """Join outputs of earlier and of later iterations, in the order of the entries."""
         pairs = zip(later, earlier, strict=True) if self.reverse else zip(earlier, later, strict=True)
         return [jnp.concatenate(pair) for pair in pairs]
 
 
-def _sliced(loop: _Loop, kept: range) -> tuple[Arrays, Arrays]:
+def _sliced(loop: _Loop, kept: range) -> tuple[Leaves, Leaves]:
     """Compute the carry and the outputs of the entries ``kept``."""
     length, count, stride = loop.length, len(kept), abs(kept.step)
     if not count:
@@ -279,13 +279,13 @@ def _sliced(loop: _Loop, kept: range) -> tuple[Arrays, Arrays]:
     return carry, [jnp.flip(y, 0) for y in ys] if kept.step < 0 else ys
 
 
-def _strided(loop: _Loop, first: int, last: int, stride: int) -> tuple[Arrays, Arrays]:
+def _strided(loop: _Loop, first: int, last: int, stride: int) -> tuple[Leaves, Leaves]:
     """Compute the carry and the outputs of the iterations ``first, first + stride, ..., last``."""
     # The scan is cut into blocks of one stride, each with one kept iteration at the same place. As many iterations as
     # there are before the first kept one go into its block, up to a whole stride.
     place = min(first, stride - 1)
 
-    def keep_one(block: _Loop, carry: Arrays) -> tuple[Arrays, Arrays]:
+    def keep_one(block: _Loop, carry: Leaves) -> tuple[Leaves, Leaves]:
         carry = block.part(0, place).skip(carry)
         carry, y = block.part(place, place + 1).run(carry)
         return block.part(place + 1, stride).skip(carry), [leaf[0] for leaf in y]
@@ -304,10 +304,10 @@ def _strided(loop: _Loop, first: int, last: int, stride: int) -> tuple[Arrays, A
     return loop.part(last + 1, loop.length).skip(carry), loop.join(ys, y)
 
 
-def _checkpointed(loop: _Loop, size: int) -> tuple[Arrays, Arrays]:
+def _checkpointed(loop: _Loop, size: int) -> tuple[Leaves, Leaves]:
     """Compute the carry and the outputs of all iterations, in chunks that the derivative computes again."""
 
-    def chunk(part: _Loop, carry: Arrays, in_scan: bool) -> tuple[Arrays, Arrays]:
+    def chunk(part: _Loop, carry: Leaves, in_scan: bool) -> tuple[Leaves, Leaves]:
         # Inside a scan nothing can merge the two computations, so the guard against it is only in the way.
         run = lambda carry, xs: dataclasses.replace(part, xs=xs).run(carry)
         return jax.checkpoint(run, prevent_cse=not in_scan)(carry, part.xs)
@@ -323,7 +323,7 @@ def _checkpointed(loop: _Loop, size: int) -> tuple[Arrays, Arrays]:
     return carry, loop.join(ys, last)
 
 
-def _common_length(names: Sequence[str], leaves: Arrays, length: int | None) -> int:
+def _common_length(names: Sequence[str], leaves: Leaves, length: int | None) -> int:
     for name, leaf in zip(names, leaves, strict=True):
         if not leaf.ndim:
             raise ValueError(
@@ -350,7 +350,7 @@ def _is_step(output: PyTree, treedef: Any) -> bool:
     return isinstance(output, (tuple, list)) and len(output) == 2 and structure(output[0]) == treedef
 
 
-def _promoted(carry: Arrays, after: PyTree) -> Arrays | None:
+def _promoted(carry: Leaves, after: PyTree) -> Leaves | None:
     """Return the carry, Python numbers in the types that ``f`` gives them, as in ``lax.scan``; None if none changes."""
 
     def moves(before: jax.Array, after: Any) -> bool:
@@ -362,7 +362,7 @@ def _promoted(carry: Arrays, after: PyTree) -> Arrays | None:
     return [jax.lax.convert_element_type(c, a.dtype) if moves(c, a) else c for c, a in pairs]
 
 
-def _check_step(output: PyTree, treedef: Any, names: Sequence[str], carry: Arrays) -> None:
+def _check_step(output: PyTree, treedef: Any, names: Sequence[str], carry: Leaves) -> None:
     """Raise a TypeError unless the step gives a pair whose carry is of the type that it got."""
     if not (isinstance(output, (tuple, list)) and len(output) == 2):
         raise TypeError(f"f must return a pair (carry, y), got {structure(output)}. Return None for what there is not.")

@@ -1,10 +1,13 @@
-"""Where things stand: each folder is one stage that the data passes through, and imports only from those before it."""
+"""Where things stand: each folder is one stage that the data passes through, and imports only from those before it.
+
+And what they are called: a public name means one thing in all of the packages.
+"""
 
 from __future__ import annotations
 
 import ast
 import graphlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,9 @@ STAGES = (
 KEPT_OUT = {
     "jax_impl": ("torch", "torchax", "torch2jax"),  # whoever uses JAX alone need not have torch, nor wait for it
 }
+
+# Functions here have the names of the torch functions that they stand for, as the lowerings have those of the ops.
+RECORDED = ("bridge.record.functions", "bridge.record.losses", "bridge.record.embeddings")
 
 
 def modules_in(root: Path) -> dict[str, Path]:
@@ -92,6 +98,63 @@ def unexplained(root: Path) -> list[str]:
     return [stage for stage, text in said.items() if len((text or "").split()) < 4]
 
 
+def statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """List the statements of a module, with those under a condition, a ``try`` or a ``with``."""
+    for node in body:
+        yield node
+        if isinstance(node, (ast.If, ast.Try, ast.ExceptHandler, ast.With)):
+            yield from statements(list(ast.iter_child_nodes(node)))
+
+
+def definitions(file: Path) -> Iterator[tuple[str, ast.AST]]:
+    """List the public names that a module defines. A type variable is no thing, nor ``X = other.X`` another one."""
+    for node in statements(ast.parse(file.read_text()).body):
+        names: list[str] = []
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names = [node.name]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith("TypeVar"):
+                continue
+            parts = [n for t in (node.targets if isinstance(node, ast.Assign) else [node.target]) for n in ast.walk(t)]
+            same = node.value.attr if isinstance(node.value, ast.Attribute) else None
+            names = [n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id != same]
+        yield from ((name, node) for name in names if not name.startswith("_"))
+
+
+def exports(package: str, modules: dict[str, Path]) -> set[tuple[str, str]]:
+    """List what the ``__init__`` of a package imports from its own modules, each name with its module."""
+    tree = ast.parse(modules[package].read_text())
+    found = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.level == 1]
+    return {(alias.name, f"{package}.{node.module}") for node in found for alias in node.names}
+
+
+def named_twice(root: Path) -> list[str]:
+    """Find the public names that two modules define, which whoever searches for one then finds both of.
+
+    A public transform may be in both ``jax_impl`` and ``torch_api``, and a torch function that is recorded in a way of
+    its own may be called like a lowering.
+    """
+    modules = modules_in(root)
+    found = [(name, module, node) for module, file in modules.items() for name, node in definitions(file)]
+    lowered = {
+        name
+        for name, module, node in found
+        if module.startswith("bridge.lowerings.")
+        for decorator in getattr(node, "decorator_list", [])
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "lowering"
+    }
+    in_jax, faces = {name for name, _ in exports("jax_impl", modules)}, exports("torch_api", modules)
+    places: dict[str, dict[str, int]] = {}
+    for name, module, node in found:
+        if not ((module in RECORDED and name in lowered) or ((name, module) in faces and name in in_jax)):
+            places.setdefault(name, {}).setdefault(modules[module].relative_to(root).as_posix(), node.lineno)
+    return [
+        f"{name} is in {' and in '.join(f'{file}:{line}' for file, line in where.items())}"
+        for name, where in sorted(places.items())
+        if len(where) > 1
+    ]
+
+
 def test_each_stage_imports_only_from_those_before_it() -> None:
     assert len(modules_in(ROOT)) > 100
     assert faults(ROOT) == []
@@ -99,6 +162,10 @@ def test_each_stage_imports_only_from_those_before_it() -> None:
 
 def test_each_folder_says_what_it_is_for() -> None:
     assert unexplained(ROOT) == []
+
+
+def test_a_public_name_means_one_thing() -> None:
+    assert named_twice(ROOT) == []
 
 
 # What the checks have to find: the text of a file, by its name, and the words of the fault.
@@ -176,3 +243,48 @@ def test_a_missing_folder_and_a_missing_docstring_are_found(tree: Path) -> None:
     assert unexplained(tree) == ["bridge/watch", "bridge/derive"]
     (tree / "bridge/derive").rmdir()
     assert faults(tree) == ["bridge/derive/ is in the list of stages, and is not there"]
+
+
+LOWERED = '@lowering("aten.put")\ndef put(x): ...\n'
+FACES = {f"{p}/__init__.py": '"""All of the transforms."""\nfrom .cut import cut\n' for p in ("jax_impl", "torch_api")}
+
+# Two files, and the name that both define; "" where that is in order.
+NAMES = {
+    "functions": ({"bridge/watch/a.py": "\ndef f(): ...\n", "bridge/call/b.py": "def f(): ...\n"}, "f"),
+    "a class and a type": ({"bridge/watch/a.py": "class F: ...\n", "jax_impl/b.py": "F: TypeAlias = int\n"}, "F"),
+    "a part of a tuple": ({"bridge/watch/a.py": "a, F = 1, 2\n", "jax_impl/b.py": "F = b = 3\n"}, "F"),
+    "under conditions": (
+        {
+            "jax_impl/a.py": "if 1:\n    pass\nelse:\n    f = 1\n",
+            "bridge/b.py": "try:\n    pass\nexcept E:\n    f = 1\n",
+        },
+        "f",
+    ),
+    "an op and no op": ({"bridge/lowerings/a.py": LOWERED, "bridge/call/b.py": "def put(): ...\n"}, "put"),
+    "two lowerings": ({"bridge/lowerings/a.py": LOWERED, "bridge/lowerings/b.py": LOWERED}, "put"),
+    "no lowering": ({"bridge/lowerings/a.py": "f = 1\n", "bridge/record/losses.py": "def f(): ...\n"}, "f"),
+    "beside the public ones": ({**FACES, "jax_impl/cut.py": "cut = 1\n", "torch_api/calls.py": "cut = 2\n"}, "cut"),
+    "public in one": ({"jax_impl/cut.py": "cut = 1\n", "torch_api/cut.py": "cut = 2\n"}, "cut"),
+    "public in both": ({**FACES, "jax_impl/cut.py": "cut = 1\n", "torch_api/cut.py": "cut = 2\n"}, ""),
+    "recorded and lowered": ({"bridge/lowerings/a.py": LOWERED, "bridge/record/losses.py": "def put(x): ...\n"}, ""),
+    "type variables": ({"jax_impl/a.py": "T = TypeVar('T')\n", "bridge/b.py": "T = typing.TypeVar('T')\n"}, ""),
+    "other's": ({"jax_impl/a.py": "aten = ops.aten\n", "bridge/b.py": "aten: Any = ops.aten\n"}, ""),
+    "imported": ({"jax_impl/a.py": "f = 1\n", "bridge/b.py": "from ..jax_impl.a import f\n"}, ""),
+    "private or within": ({"jax_impl/a.py": "_f = 1\n", "bridge/b.py": "_f = 2\nclass A:\n    f = 1\n"}, ""),
+    "in a loop": ({"jax_impl/a.py": "f = 1\n", "bridge/b.py": "a = [f for f in b]\nb[f] = 1\n"}, ""),
+    "twice in one module": ({"jax_impl/a.py": "if 1:\n    f = 1\nelse:\n    f = 2\n"}, ""),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_name_of_two_things_is_found(kind: str, tree: Path) -> None:
+    files, name = NAMES[kind]
+    for file, text in files.items():
+        (tree / file).write_text(text)
+    assert [found.partition(" is in ")[0] for found in named_twice(tree)] == ([name] if name else [])
+
+
+def test_a_name_of_two_things_is_shown_with_its_places(tree: Path) -> None:
+    for file in ("bridge/call/b.py", "jax_impl/a.py"):
+        (tree / file).write_text("\nf = 1\n")
+    assert named_twice(tree) == ["f is in bridge/call/b.py:2 and in jax_impl/a.py:2"]

@@ -129,7 +129,7 @@ __all__ = [
 
 # A module or a class of torch's, of which a name stands for something else for a while.
 Patched: TypeAlias = Any
-Results: TypeAlias = tuple[torch.Tensor | None, ...]
+MaybeTensors: TypeAlias = tuple[torch.Tensor | None, ...]
 
 
 @functools.cache
@@ -338,8 +338,8 @@ def inference_as_no_grad() -> Iterator[None]:
 
 
 def _with_none(
-    fun: Callable[..., Results], in_dims: PyTree = 0, out_dims: PyTree = 0, **options: object
-) -> Callable[..., Results]:
+    fun: Callable[..., MaybeTensors], in_dims: PyTree = 0, out_dims: PyTree = 0, **options: object
+) -> Callable[..., MaybeTensors]:
     """Return ``torch.func.vmap`` of a function that may return None in places, as a gradient does."""
     absent: list[bool] = []
 
@@ -348,7 +348,7 @@ def _with_none(
         absent[:] = [out is None for out in outs]
         return tuple(out for out in outs if out is not None)
 
-    def mapped(*args: object) -> Results:
+    def mapped(*args: object) -> MaybeTensors:
         found = iter(torch.func.vmap(present, in_dims, out_dims, randomness="same")(*args))
         return tuple(None if a else next(found) for a in absent)
 

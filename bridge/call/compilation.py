@@ -21,17 +21,17 @@ from ..base.versions import enable_x64
 from ..derive.context import Call, running
 from ..derive.dependence import dependent_outputs
 from ..derive.functions import DeletedFunction
-from ..effects.bindings import as_before, put
+from ..effects.bindings import as_before, assign
 from ..effects.running import no_derivative_again, where
 from ..effects.side_effects import Watched
 from ..memory.dtypes import jax_dtype
 from ..memory.values import array_to_tensor, jax_device, tensor_to_array, tensors_to_arguments, unusual_stride
 from .failures import Checked
 from .flat import Flat, Outline, Root, linearize
-from .pullbacks import Backward, Pullback, independent, unread
+from .pullbacks import BackwardPass, Pullback, independent, unread
 
 Draw: TypeAlias = np.ndarray | int | None  # the key of a call's draws; in a recording, the number of the draw
-Results: TypeAlias = tuple[Sequence[jax.Array], ...]  # the outputs, the new values of buffers, the residuals
+ForwardResults: TypeAlias = tuple[Sequence[jax.Array], ...]  # the outputs, the new values of buffers, the residuals
 
 _KEY = jax.ShapeDtypeStruct((2,), "uint32")
 
@@ -98,7 +98,7 @@ class Program:
         self.written = {*self.mutated, *(i for i, _ in self.outline.carried)} if flat is root else set()
 
     def _compile_forward(self, flat: Flat, call: Call, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
-        def forward(key: jax.Array, *arrays: jax.Array) -> Results:
+        def forward(key: jax.Array, *arrays: jax.Array) -> ForwardResults:
             outputs = flat.run(call, key, arrays)
             return outputs, [value for _, value in call.updates] if flat is flat.root else [], []
 
@@ -113,7 +113,7 @@ class Program:
     def _compile_both(self, flat: Flat, call: Call, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
         kept: list[Any] = []
 
-        def forward(key: jax.Array, *arrays: jax.Array) -> Results:
+        def forward(key: jax.Array, *arrays: jax.Array) -> ForwardResults:
             outputs, move, updates = linearize(flat, call, key, self.need, arrays)
             leaves, treedef = flatten(move)
             written = {i for i, _ in (*call.updates, *call.carried)}
@@ -135,7 +135,7 @@ class Program:
         self._forward = Checked(traced, call, [_KEY, *avals])
         saved, inputs = [avals[i] for i in self.saved], list(itertools.compress(avals, self.need))
         pullback = Pullback(treedef, which, saved, residuals, inputs, outputs)
-        self._backwards: dict[tuple[bool, ...], Backward | None] = {}
+        self._backwards: dict[tuple[bool, ...], BackwardPass | None] = {}
         self._pullback: Pullback | None = None
         needed = (i for i, n in enumerate(self.need) if n)
         reads, moves = pullback.reads_and_moves()
@@ -159,7 +159,7 @@ class Program:
             outputs, updates, residuals = self._forward(key, *tensors_to_arguments(tensors))  # type: ignore[misc]
             made = [array_to_tensor(o) for o in outputs]
             for i, value in zip(self.mutated, updates, strict=True):
-                put(tensors[i], array_to_tensor(value), i in self.outline.moved)
+                assign(tensors[i], array_to_tensor(value), i in self.outline.moved)
         return made, residuals
 
     def backward(
@@ -185,7 +185,7 @@ class Program:
             found = program.compiled([tensor_to_array(tensors[i]) for i in self.saved], residuals, given)
             return [None if absent else array_to_tensor(g) for absent, g in zip(program.absent, found, strict=True)]
 
-    def _backward_of(self, live: tuple[bool, ...]) -> Backward | None:
+    def _backward_of(self, live: tuple[bool, ...]) -> BackwardPass | None:
         with self._lock:
             if live not in self._backwards:
                 assert self._pullback is not None

@@ -28,9 +28,9 @@ from ..lowerings.checks import Condition, check_p, first_failure, raised
 from ..memory.values import jax_device
 
 # The number of a check, counted from 1, or 0 if none failed; the place and the value of the first wrong element.
-Report = jax.Array
-Outputs = tuple[list[jax.Array], list[Report]]
-State = tuple[list[jax.Array], Report]  # what a loop carries, or a branch returns
+Finding = jax.Array
+Outputs = tuple[list[jax.Array], list[Finding]]
+Carry = tuple[list[jax.Array], Finding]  # what a loop carries, or a branch returns
 
 _CALLS = CALLS | {"custom_vmap_call": "call"}
 
@@ -72,11 +72,11 @@ class _Writer:
         self.checks: list[tuple[Condition, str, bool]] = []
         self._asks: dict[Jaxpr, bool] = {}
 
-    def program(self, traced: jax.stages.Traced) -> Callable[..., tuple[PyTree, Report]]:
+    def program(self, traced: jax.stages.Traced) -> Callable[..., tuple[PyTree, Finding]]:
         """Return the traced function with a report beside its outputs."""
         structure, closed = jax.tree.structure(traced.out_info), traced.jaxpr
 
-        def program(*args: PyTree) -> tuple[PyTree, Report]:
+        def program(*args: PyTree) -> tuple[PyTree, Finding]:
             jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
             outputs, reports = self.run(jaxpr, closed.consts, jax.tree.leaves(args))
             return jax.tree.unflatten(structure, outputs), _first(reports)
@@ -107,7 +107,7 @@ class _Writer:
 
     def run(self, jaxpr: Jaxpr, consts: Arrays, args: Arrays) -> Outputs:
         """Return outputs, and the reports of the checks, in their order."""
-        reports: list[Report] = []
+        reports: list[Finding] = []
 
         def compute(equation: JaxprEqn, values: list[jax.Array]) -> list[jax.Array]:
             source = equation.source_info
@@ -140,7 +140,7 @@ class _Writer:
                 return self._solve(equation.params, values)
         return bind(equation, values), []  # lowered to a callback
 
-    def _report(self, evidence: jax.Array, condition: Condition, line: str) -> list[Report]:
+    def _report(self, evidence: jax.Array, condition: Condition, line: str) -> list[Finding]:
         evidence = jnp.asarray(evidence)
         if not evidence.size:
             return []
@@ -164,7 +164,7 @@ class _Writer:
         first, count = scan_counts(params)
         fixed, carried, rows = values[:first], values[first : first + count], values[first + count :]
 
-        def step(state: State, row: list[jax.Array]) -> tuple[State, list[jax.Array]]:
+        def step(state: Carry, row: list[jax.Array]) -> tuple[Carry, list[jax.Array]]:
             carried, report = state
             outs, found = self._run(params["jaxpr"], [*fixed, *carried, *row])
             return (outs[:count], _first([report, *found])), outs[count:]
@@ -176,11 +176,11 @@ class _Writer:
     def _while(self, params: dict[str, Any], values: list[jax.Array]) -> Outputs:
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
-        def goes_on(carried: Arrays, report: Report) -> tuple[jax.Array, Report]:
+        def goes_on(carried: Arrays, report: Finding) -> tuple[jax.Array, Finding]:
             (more,), found = self._run(params["cond_jaxpr"], [*values[:first], *carried])
             return more, _first([report, *found])
 
-        def step(state: Any) -> State:
+        def step(state: Any) -> Carry:
             carried, report, *_ = state
             outs, found = self._run(params["body_jaxpr"], [*values[first:second], *carried])
             return outs, _first([report, *found])
@@ -198,8 +198,8 @@ class _Writer:
         return carried, [report]
 
     def _cond(self, params: dict[str, Any], values: list[jax.Array]) -> Outputs:
-        def run(branch: ClosedJaxpr) -> Callable[..., State]:
-            def chosen(*operands: jax.Array) -> State:
+        def run(branch: ClosedJaxpr) -> Callable[..., Carry]:
+            def chosen(*operands: jax.Array) -> Carry:
                 outs, found = self._run(branch, operands)
                 return outs, _first(found)
 
@@ -214,7 +214,7 @@ class _Writer:
         return self._run(params["jaxprs"].solve, [*values[first : first + counts.solve], *values[sum(counts) :]])
 
 
-def _first(reports: Sequence[Report]) -> Report:
+def _first(reports: Sequence[Finding]) -> Finding:
     """Return the first report of a failure, or one of none."""
     none = [] if reports else [jnp.zeros(3, jnp.int64)]
     return functools.reduce(lambda one, two: jax.lax.select(one[0] != 0, one, two), [*none, *reports])

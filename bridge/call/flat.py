@@ -16,9 +16,9 @@ from ...jax_impl.program.trees import PyTree
 from ..base.errors import TraceError
 from ..derive.context import Call
 from ..derive.primitives import Arrays
-from ..effects.bindings import Effect, Entry, restore
+from ..effects.bindings import Binding, Effect, restore
 from ..effects.containers import Bound, Moved, Replacing, part_at
-from ..effects.sources import Basic, Given, Made, Source, renumbered
+from ..effects.sources import Basic, Given, Made, Origin, renumbered
 from ..memory.trees import Structure, is_array, to_jax_tree
 from ..memory.values import unusual_stride
 from ..record.nodes import History
@@ -72,7 +72,7 @@ class Root(Flat):
         self.only_maps = False  # it takes no derivatives of its own
         self.static: Sequence[object] = ()  # those of its arguments that are no inputs
         self.has_floats = False  # Python floats among the arguments that are inputs of the program
-        self.before: list[Entry] = []  # what stood where the call has left something
+        self.before: list[Binding] = []  # what stood where the call has left something
         self.outline: Outline | None = None
 
     @property
@@ -121,7 +121,7 @@ class Root(Flat):
         standing: dict[tuple[int, Hashable], Any] = {}  # what functions before have left
         last: Sequence[Place] | None = None
 
-        def replace(part: Source | Moved, places: Sequence[Place], tensor: Callable[[Basic], torch.Tensor]) -> object:
+        def replace(part: Origin | Moved, places: Sequence[Place], tensor: Callable[[Basic], torch.Tensor]) -> object:
             if not isinstance(part, Moved):
                 return renumbered(part, lambda source: number(tensor(source)))
             at = self._place(places[part.place])

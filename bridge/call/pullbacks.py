@@ -17,11 +17,11 @@ from ..derive.dependence import dependent_outputs, read_inputs
 from ..derive.primitives import Arrays
 from .failures import Checked
 
-Forms: TypeAlias = Sequence[jax.Array | jax.ShapeDtypeStruct]
+Avals: TypeAlias = Sequence[jax.Array | jax.ShapeDtypeStruct]
 LinearMap: TypeAlias = Callable[..., Arrays]  # of tangents, whose forms the function knows from its inputs
 
 
-def pull_back(move: LinearMap, inputs: Forms, live: Sequence[bool], cotangents: Arrays) -> list[jax.Array]:
+def pull_back(move: LinearMap, inputs: Avals, live: Sequence[bool], cotangents: Arrays) -> list[jax.Array]:
     """Transpose what JAX linearised, for cotangents of ``live`` outputs; complex numbers as torch has them.
 
     The other outputs are taken out before, also of loops, whose transpose knows absent cotangents of carries no more
@@ -32,13 +32,13 @@ def pull_back(move: LinearMap, inputs: Forms, live: Sequence[bool], cotangents: 
     return [jnp.conj(g) for g in jax.linear_transpose(move, *inputs)([jnp.conj(c) for c in cotangents])]
 
 
-def _with_outputs(move: LinearMap, inputs: Forms, live: Sequence[bool]) -> LinearMap:
+def _with_outputs(move: LinearMap, inputs: Avals, live: Sequence[bool]) -> LinearMap:
     closed = jax.make_jaxpr(lambda *tangents: list(itertools.compress(move(*tangents), live)))(*inputs)
     jaxpr, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))
     return lambda *tangents: jax.core.eval_jaxpr(jaxpr, closed.consts, *itertools.compress(tangents, used))
 
 
-class Backward(NamedTuple):
+class BackwardPass(NamedTuple):
     """A compiled backward pass, and which of its gradients there are none (zeros)."""
 
     compiled: Checked
@@ -61,14 +61,14 @@ class Pullback:
         inputs, made = iter(saved), iter(residuals)
         return self.treedef.unflatten([next(made) if i is None else next(inputs) for i in self.which])
 
-    def compile(self, live: Sequence[bool], call: Call) -> Backward:
+    def compile(self, live: Sequence[bool], call: Call) -> BackwardPass:
         def backward(saved: Arrays, residuals: Arrays, cotangents: Arrays) -> list[jax.Array]:
             return pull_back(self._move(saved, residuals), self.inputs, live, cotangents)
 
         arguments = self.saved, self.residuals, list(itertools.compress(self.outputs, live))
         traced = jax.jit(backward).trace(*arguments)
         absent = independent(traced.jaxpr, len(self.saved) + len(self.residuals))
-        return Backward(Checked(traced, call, arguments), absent, read_inputs(traced.jaxpr)[: len(self.saved)])
+        return BackwardPass(Checked(traced, call, arguments), absent, read_inputs(traced.jaxpr)[: len(self.saved)])
 
     def reads_and_moves(self) -> tuple[list[bool], list[bool]]:
         """Tell which saved inputs the backward pass of all outputs reads, and which inputs have a gradient."""

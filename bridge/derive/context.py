@@ -23,7 +23,7 @@ from ..memory.dtypes import torch_dtype
 from ..memory.trees import Structure, containers_in
 
 if TYPE_CHECKING:
-    from ..effects.bindings import Effect, Entry
+    from ..effects.bindings import Binding, Effect
     from ..effects.sources import Basic
     from ..record.nodes import History
     from ..watch.places import Place
@@ -55,7 +55,7 @@ class Call:
     moved: set[int] = dataclasses.field(default_factory=set)  # ids of those that take the memory of the value too
     left: list[Left] = dataclasses.field(default_factory=list)
     arguments: Sequence[object] = ()  # the containers among the arguments, as the call hands them on
-    before: list[Entry] = dataclasses.field(default_factory=list)  # what stood in places that hold stand-ins now
+    before: list[Binding] = dataclasses.field(default_factory=list)  # what stood in places that hold stand-ins now
     stand_ins: list[torch.Tensor] = dataclasses.field(default_factory=list)
     has_rows: bool = False  # the call runs for each row of torch.func.vmap
     effects: list[Effect] = dataclasses.field(default_factory=list)  # what each call leaves behind

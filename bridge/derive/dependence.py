@@ -9,7 +9,7 @@ from jax.extend import core as jex
 from ...jax_impl.program.dataflow import dependent, scan_dependence, within
 from ...jax_impl.program.evaluate import PLAIN_CALLS, called
 from .functions import Backward, Forward, Linear
-from .primitives import Batched, Program
+from .primitives import Batched, Callee
 
 # What has no derivative rule of its own: its results depend on its operands as those of its program do.
 _CALLS = PLAIN_CALLS | {"checkpoint": "jaxpr", "remat2": "jaxpr"}
@@ -68,7 +68,7 @@ def _read(jaxpr: jex.Jaxpr) -> list[bool]:
     return [v in read for v in jaxpr.invars]
 
 
-def _program(equation: jex.JaxprEqn) -> Program | None:
+def _program(equation: jex.JaxprEqn) -> Callee | None:
     program = equation.params.get("program")
     while isinstance(program, Batched):
         program = program.inner

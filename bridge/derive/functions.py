@@ -33,11 +33,11 @@ from ..record.graph import Graph
 from ..record.nodes import Meta
 from ..record.pruning import for_outputs
 from ..record.recording import record
-from ..record.run import read, run
+from ..record.run import resolve, run
 from .derivatives import jvp_rule, vjp_rule, with_captured
-from .primitives import Arrays, Program, Tangents, torch_call_p, torch_linear_p
+from .primitives import Arrays, Callee, Tangents, torch_call_p, torch_linear_p
 
-P = TypeVar("P", bound=Program)
+P = TypeVar("P", bound=Callee)
 T = TypeVar("T")
 
 
@@ -197,7 +197,7 @@ class TorchFunction:
         return source.derived[kind, need, outputs][0]
 
 
-class Forward(Program):
+class Forward(Callee):
     """Inputs -> outputs, then the final values of the captured tensors that the function writes to."""
 
     need: tuple[bool, ...] | None = None
@@ -257,7 +257,7 @@ class Saving(Forward):
         return _evaluate(self.function.graph(self.need), key, arrays, saving=True)
 
 
-class Backward(Program):
+class Backward(Callee):
     """Inputs, residuals, cotangents -> gradients, complex ones in JAX's convention (the conjugate of torch's).
 
     The cotangents are those of the ``live`` ones among the differentiable outputs: the others have none.
@@ -308,10 +308,10 @@ class Backward(Program):
             gradients = [
                 jnp.zeros(aval.shape, aval.dtype)
                 if gradient is None
-                else jnp.conj(read(values, gradient)).astype(aval.dtype).reshape(aval.shape)
+                else jnp.conj(resolve(values, gradient)).astype(aval.dtype).reshape(aval.shape)
                 for gradient, aval in zip(graph.gradients, self.avals, strict=True)
             ]
-            return watched(graph.backward_checks, functools.partial(read, values), gradients)
+            return watched(graph.backward_checks, functools.partial(resolve, values), gradients)
 
     def jvp(self, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
         outs = torch_call_p.bind(*primals, program=self)
@@ -325,7 +325,7 @@ class Backward(Program):
         return outs, [None if t is None else jnp.conj(t) for t in moved[: len(outs)]]
 
 
-class Linear(Program):
+class Linear(Callee):
     """Inputs, residuals, tangents -> tangents of the differentiable outputs; linear in the tangents."""
 
     def __init__(self, function: TorchFunction, need: tuple[bool, ...]) -> None:
@@ -374,9 +374,9 @@ def _evaluate(graph: Graph, key: jax.Array, arrays: Arrays, saving: bool) -> lis
     values: dict[int, Any] = dict(zip([*graph.inputs, *graph.captured], arrays, strict=True))
     with enable_x64():
         run(graph, graph.saving_nodes if saving else graph.forward_nodes, values, key)
-        results = [read(values, o) for o in (*graph.outputs, *(v for _, v in graph.mutations))]
-        results += [read(values, ref) for ref in graph.saved] if saving else []
-        return watched(graph.forward_checks, functools.partial(read, values), results)
+        results = [resolve(values, o) for o in (*graph.outputs, *(v for _, v in graph.mutations))]
+        results += [resolve(values, ref) for ref in graph.saved] if saving else []
+        return watched(graph.forward_checks, functools.partial(resolve, values), results)
 
 
 def _needed(metas: Sequence[Meta], tangents: Tangents) -> tuple[bool, ...]:

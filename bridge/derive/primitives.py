@@ -24,7 +24,7 @@ Tangents: TypeAlias = Sequence[jax.Array | None]  # or cotangents; None stands f
 Array = TypeVar("Array", jax.Array, jax.Array | None)
 
 
-class Program:
+class Callee:
     """What the two primitives carry. It takes a key first, then arrays."""
 
     @property
@@ -61,10 +61,10 @@ class Program:
         return made[axes, size]
 
 
-class Batched(Program):
+class Batched(Callee):
     """A program mapped over leading axes. Rules of the inner program are applied under ``jax.vmap``, and so map too."""
 
-    def __init__(self, inner: Program, axes: tuple[int | None, ...], size: int) -> None:
+    def __init__(self, inner: Callee, axes: tuple[int | None, ...], size: int) -> None:
         self.inner, self.axes, self.size = inner, axes, size
         self.mapped = inner.mapped_outputs(axes)
 
@@ -117,16 +117,16 @@ torch_linear_p = jex.Primitive("torch_linear")
 torch_linear_p.multiple_results = True
 
 
-def _run(*arrays: jax.Array, program: Program, linear: int = 0) -> list[jax.Array]:
+def _run(*arrays: jax.Array, program: Callee, linear: int = 0) -> list[jax.Array]:
     return program.run(*arrays)
 
 
-def _run_now(*arrays: jax.Array, program: Program, linear: int = 0) -> list[jax.Array]:
+def _run_now(*arrays: jax.Array, program: Callee, linear: int = 0) -> list[jax.Array]:
     with enable_x64(), for_every_call():
         return program.compiled(*arrays)
 
 
-def _write_out(*arrays: jax.Array, program: Program, linear: int = 0) -> list[jax.Array]:
+def _write_out(*arrays: jax.Array, program: Callee, linear: int = 0) -> list[jax.Array]:
     """Compute it operation by operation: sums over examples look into it, for products that need not be computed."""
     with enable_x64(), for_every_call():
         return program.run(*arrays)
@@ -141,12 +141,12 @@ def _lowering(ctx: mlir.LoweringRuleContext, *args: object, **params: object) ->
         return mlir.lower_fun(_run, multiple_results=True)(ctx, *args, **params)
 
 
-def _abstract(*avals: object, program: Program, linear: int = 0) -> list[jax.core.ShapedArray]:
+def _abstract(*avals: object, program: Callee, linear: int = 0) -> list[jax.core.ShapedArray]:
     return program.avals
 
 
 def _jvp(
-    primals: Arrays, tangents: Sequence[Any], *, program: Program, linear: int = 0
+    primals: Arrays, tangents: Sequence[Any], *, program: Callee, linear: int = 0
 ) -> tuple[Arrays, list[jax.Array | ad.Zero]]:
     given = [None if type(t) is ad.Zero or t.dtype == jax.dtypes.float0 else t for t in tangents]
     with for_every_call():
@@ -156,7 +156,7 @@ def _jvp(
 
 
 def _batch(
-    arrays: Arrays, axes: Sequence[int | None], *, program: Program, **params: int
+    arrays: Arrays, axes: Sequence[int | None], *, program: Callee, **params: int
 ) -> tuple[Arrays, list[int | None]]:
     size = next(a.shape[d] for a, d in zip(arrays, axes, strict=True) if d is not None)
     primitive = torch_linear_p if params else torch_call_p
@@ -166,7 +166,7 @@ def _batch(
 
 
 def _transpose(
-    cotangents: Sequence[Any], *arrays: Any, program: Program, linear: int
+    cotangents: Sequence[Any], *arrays: Any, program: Callee, linear: int
 ) -> list[jax.Array | ad.Zero | None]:
     residuals = arrays[: len(arrays) - linear]
     if any(ad.is_undefined_primal(r) for r in residuals):

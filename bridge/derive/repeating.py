@@ -13,7 +13,7 @@ from ..effects.running import no_place_for_exchange, no_place_for_state, no_plac
 from ..effects.side_effects import Watched, constants_left, first_replaced, is_value
 from ..record.captured import known_as_constants
 from ..watch.names import read_count
-from ..watch.places import Slot, read_entry, write
+from ..watch.places import Site, read_entry, write
 from ..watch.walk import Walk
 from .functions import TorchFunction
 from .specialised import Specialised
@@ -24,7 +24,7 @@ def check_second_call(
     trace: Callable[[Walk], Specialised],
     walk: Walk,
     walk_again: Callable[[], Walk],
-    appended: Sequence[tuple[Slot, list[Any]]],
+    appended: Sequence[tuple[Site, list[Any]]],
     is_repeatable: bool,
 ) -> tuple[list[str], list[list[Any]]]:
     """Refuse what is kept where nothing is: a second call, or slice, would start from what the first one left.
@@ -41,7 +41,7 @@ def check_second_call(
         return [], []  # the first call has started from such a state
     blanks: list[torch.Tensor] = []
     lengths = [(container, len(container)) for _, container in appended]
-    left: list[bindings.Entry] = []
+    left: list[bindings.Binding] = []
     watched = Watched(walk)
     replaced: str | None = None
     moving: list[str] = []

@@ -50,7 +50,7 @@ class Specialised:
         indices = {id(t): i for i, t in enumerate(walk.tensors)}
         self.places = [indices.get(id(t)) for t in self.tracing.captured]
 
-    def leave(self, walk: Walk) -> list[bindings.Entry]:
+    def leave(self, walk: Walk) -> list[bindings.Binding]:
         """Write what a call leaves of captured tensors and constants; what stood there before."""
         find = lambda source: self.tracing.captured[source.index - self.flat.arguments]
         return bindings.leave(self.flat.effects, walk.places, sources.from_basic(find))

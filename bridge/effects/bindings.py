@@ -20,7 +20,7 @@ from ..memory.trees import is_leaf, join_level, split_level
 from ..record.captured import Captured
 from ..watch.places import ABSENT, ORDER, Place, read_entry, write
 from .containers import Bound, Moved, Replacing, is_known_by_name, is_object, is_plain
-from .sources import Constant, Given, Made, Source, View, positions
+from .sources import Constant, Given, Made, Origin, View, positions
 
 UNKNOWN: object = object()
 
@@ -35,7 +35,7 @@ class Effect:
     after: object
 
 
-def put(tensor: torch.Tensor, value: torch.Tensor, moves: bool) -> None:
+def assign(tensor: torch.Tensor, value: torch.Tensor, moves: bool) -> None:
     """Give a tensor its new value: in its memory, or, as ``.data`` does, with memory that nothing else shows."""
     with torch.no_grad():
         if moves:
@@ -44,15 +44,15 @@ def put(tensor: torch.Tensor, value: torch.Tensor, moves: bool) -> None:
             tensor.copy_(value)
 
 
-Entry = tuple[Place, Any, object]  # a place, the key there, and the value
+Binding = tuple[Place, Any, object]  # a place, the key there, and the value
 
 
 def leave(
     effects: Sequence[Effect],
     places: Sequence[Place],
-    tensor: Callable[[Source], torch.Tensor],
+    tensor: Callable[[Origin], torch.Tensor],
     argument: Callable[[int], object] | None = None,
-) -> list[Entry]:
+) -> list[Binding]:
     """Write what a call leaves behind; what stood in these places before.
 
     ``argument`` gives the containers among the arguments, where the caller is to find his own.
@@ -71,14 +71,14 @@ def leave(
     return before
 
 
-def entries(effects: Sequence[Effect], places: Sequence[Place]) -> list[Entry]:
+def entries(effects: Sequence[Effect], places: Sequence[Place]) -> list[Binding]:
     """What stands where the effects will be."""
     return [(places[e.place], e.key, read_entry(places[e.place], e.key)) for e in effects]
 
 
-def restore(before: Sequence[Entry]) -> list[Entry]:
+def restore(before: Sequence[Binding]) -> list[Binding]:
     """Write into places what they held; what they hold now, for the way back."""
-    first: dict[object, Entry] = {}
+    first: dict[object, Binding] = {}
     for entry in before:
         first.setdefault((id(entry[0].owner), entry[1]), entry)
     # What is taken out of a list goes last, from its end; then dicts are put in order.
@@ -90,7 +90,7 @@ def restore(before: Sequence[Entry]) -> list[Entry]:
 
 
 @contextlib.contextmanager
-def as_before(before: Sequence[Entry]) -> Iterator[None]:
+def as_before(before: Sequence[Binding]) -> Iterator[None]:
     """A scope in which places hold what they held before a call."""
     # Later calls may have added to a list.
     lists = {id(place.owner): (place.owner, list(place.owner)) for place, _, _ in before if place.is_sequence}
@@ -130,7 +130,7 @@ class Results:
         self._kept: list[torch.Tensor] = []
         self._standing: Mapping[int, object] = {}
         self._values: dict[int, tuple[object, Bound | None]] = {}  # the value keeps its id from being given away
-        self._sources: dict[int, tuple[torch.Tensor, Source | None]] = {}
+        self._sources: dict[int, tuple[torch.Tensor, Origin | None]] = {}
 
     def bind(self, value: object, name: str) -> Bound | None:
         """A value with tensors in it, as each call has to make it; None if it is different for each example."""
@@ -176,7 +176,7 @@ class Results:
         with torch._C.DisableTorchFunction():
             return self._captured.depend_on(sources, [unwrapped(t) for t in (*self.tensors, *tensors)])
 
-    def _source(self, tensor: torch.Tensor, name: str) -> Source | None:
+    def _source(self, tensor: torch.Tensor, name: str) -> Origin | None:
         if self._captured is None:  # torch2jax runs the function at each call
             return Constant(tensor)
         if ti.is_functorch_wrapped_tensor(tensor):
@@ -205,7 +205,7 @@ class Results:
         self._standing = standing
         self._kept = list({id(t): t for t in map(unwrapped, values)}.values())
 
-    def _made(self, tensor: torch.Tensor, name: str) -> Source:
+    def _made(self, tensor: torch.Tensor, name: str) -> Origin:
         if tensor.requires_grad and tensor.is_leaf:
             raise TraceError(
                 f"{user_line()}: the traced function makes a tensor that requires grad of its own (a Parameter, "
@@ -236,7 +236,7 @@ class Results:
 
     def _base(self, tensor: torch.Tensor, group: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         """A result that shows the memory of all tensors of a group, and has the history of those that have one."""
-        for other in (*self.tensors, *self._kept, *map(whole, group)):
+        for other in (*self.tensors, *self._kept, *map(whole_memory, group)):
             if other is not None and _is_in_order(other) and all(_is_base(other, t) for t in group):
                 return other
         raise _not_repeated(name, "another one that it keeps")
@@ -254,7 +254,7 @@ def _is_base(other: torch.Tensor, tensor: torch.Tensor) -> bool:
     return _shows(other, tensor) and bool(other.requires_grad or not tensor.requires_grad)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+def whole_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     """All of the memory of which a tensor of a trace shows a part, in order; None if autograd does not know it."""
     base = tensor if tensor._base is None else tensor._base
     if not base.is_contiguous() and _in_order(base).is_contiguous():

@@ -18,7 +18,7 @@ import torch
 
 from ..memory.trees import is_leaf, split_level
 from ..watch.places import ABSENT, Place, read_entry
-from .sources import Basic, Given, Made, Source, View
+from .sources import Basic, Given, Made, Origin, View
 
 ITSELF: object = object()  # under this key stands what a place belongs to: a list, a dict, an object
 _PLAIN = (
@@ -63,12 +63,12 @@ class Bound:
         bases = (part.base if isinstance(part, View) else part for part in self.leaves())
         return [base for base in bases if isinstance(base, Given | Made)]
 
-    def tensors(self, value: object) -> Iterator[tuple[Source, torch.Tensor]]:
+    def tensors(self, value: object) -> Iterator[tuple[Origin, torch.Tensor]]:
         """The tensors in a value that a call has left, without those in what it found, each with its source."""
         for part, child in zip(self.parts, split_level(value)[0], strict=True):
             if isinstance(part, Bound):
                 yield from part.tensors(child)
-            elif isinstance(part, Source):
+            elif isinstance(part, Origin):
                 yield part, child
 
     def leaves(self) -> Iterator[object]:
@@ -93,7 +93,7 @@ class Replacing:
 
     def __init__(
         self,
-        of: Callable[[Source | Moved], object],
+        of: Callable[[Origin | Moved], object],
         join: Callable[[Bound, tuple[object, ...]], object] = lambda bound, parts: dataclasses.replace(
             bound, parts=parts
         ),
@@ -106,7 +106,7 @@ class Replacing:
             if id(after) not in self._made:
                 self._made[id(after)] = self._join(after, tuple(map(self, after.parts)))
             return self._made[id(after)]
-        return self._of(after) if isinstance(after, (Moved, Source)) else after
+        return self._of(after) if isinstance(after, (Moved, Origin)) else after
 
 
 def part_at(after: object, path: Sequence[int]) -> object:

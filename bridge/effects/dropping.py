@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..base.errors import warn
 from ..watch.places import Place
-from ..watch.uses import is_named, uses
+from ..watch.uses import is_named, usage
 from ..watch.walk import Walk
 from .running import NO_MEANING, where
 from .side_effects import Scratch
@@ -36,5 +36,5 @@ def warn_of_moving(names: Sequence[str], walk: Walk) -> None:
 
 
 def _is_for_later(place: Place, key: object, walk: Walk) -> bool:
-    found = uses(place, key, walk)
+    found = usage(place, key, walk)
     return "reads" not in found and ("writes" in found or not is_named(place))

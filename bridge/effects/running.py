@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from ...jax_impl.program.trees import Function
 from ..base.errors import TraceError, WrittenLeaf, is_raised_by_jax, noting_line, user_line
-from ..lowerings.signatures import Arguments, Function, Options
+from ..lowerings.signatures import Arguments, Keywords
 from ..memory.trees import Structure, containers_in, to_jax_tree, to_torch_tree
 from ..memory.values import is_interpreted
 from ..record.captured import recording
@@ -22,7 +23,7 @@ from ..watch.names import HISTORY, remember_read
 from ..watch.places import read_entry, write
 from ..watch.walk import Walk
 from ..watch.watching import watching, watching_fields
-from .bindings import UNKNOWN, Effect, Results, unwrapped, whole
+from .bindings import UNKNOWN, Effect, Results, unwrapped, whole_memory
 from .containers import Bound
 from .escapes import opening, traced_tensor_in
 from .side_effects import ArgumentContainers, Scratch, Watched
@@ -149,7 +150,7 @@ class FlatFunction:
                     left[source.index] = tensor
                 elif isinstance(source, View) and isinstance(source.base, Made):
                     with torch._C.DisableTorchFunction():
-                        left.setdefault(source.base.index, whole(tensor))
+                        left.setdefault(source.base.index, whole_memory(tensor))
         extra = [left[i] for i in sorted(left) if i >= len(returned)]
         carried = [self.captured[i] for i in self.carried]
         return [*returned, *extra, *(t.view_as(t) for t in carried)]
@@ -237,7 +238,7 @@ class _NoBatchStatistics(TorchFunctionMode):
         self.walk = walk
 
     def __torch_function__(
-        self, func: Function, types: Sequence[type], args: Arguments = (), kwargs: Options | None = None
+        self, func: Function, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         kwargs = kwargs or {}
         if func is F.batch_norm:

@@ -26,19 +26,19 @@ import torch
 
 from ..base import torch_internals as ti
 from ..base.errors import TraceError, user_line
-from ..memory.trees import Structure, to_jax_tree, to_torch_tree
+from ..memory.trees import Structure, is_tensor, to_jax_tree, to_torch_tree
 from ..record.captured import is_update_of
 from ..record.nodes import Meta
 from ..watch import locks
 from ..watch.keys import empty_cache
-from ..watch.logs import is_tensor, known_logs
+from ..watch.logs import known_logs
 from ..watch.places import ABSENT, ORDER, Place, path_name, put_in_order, read, read_entry, write
-from ..watch.uses import is_named, uses
+from ..watch.uses import is_named, usage
 from ..watch.walk import Walk
-from .bindings import UNKNOWN, Effect, Entry, Results
+from .bindings import UNKNOWN, Binding, Effect, Results
 from .containers import Bound, Moved, is_plain, is_put_together, made_anew, part_at, parts_of, standing_in, tensors_in
 from .escapes import traced_tensor_in
-from .sources import Constant, Source
+from .sources import Constant, Origin
 
 Change: TypeAlias = tuple[int, object, object, object]  # a place by number, the key there, what stood and what stands
 
@@ -204,7 +204,7 @@ class Watched:
                         kept += (
                             (value, place.name(key))
                             for value in bound.leaves()
-                            if not isinstance(value, (Moved, Source))
+                            if not isinstance(value, (Moved, Origin))
                         )
             elif self._is_repeated(number, old, new, growing):
                 effects.append(Effect(number, key, before, new))
@@ -268,7 +268,7 @@ class Watched:
 
     def _is_users(self, place: Place, key: object, new: object) -> bool:
         """Whether the user's code puts a value into an object of a library."""
-        return isinstance(new, torch.nn.Module) or (is_named(place) and "writes" in uses(place, key, self._walk))
+        return isinstance(new, torch.nn.Module) or (is_named(place) and "writes" in usage(place, key, self._walk))
 
     def _orders(self) -> Iterator[tuple[int, tuple[object, ...], tuple[object, ...]]]:
         """The dicts whose entries stand in another order than those that stay and then those that came."""
@@ -303,7 +303,7 @@ def constants_left(effects: Sequence[Effect], places: Sequence[Place]) -> list[t
     ]
 
 
-def first_replaced(before: Sequence[Entry], constants: Sequence[torch.Tensor]) -> str | None:
+def first_replaced(before: Sequence[Binding], constants: Sequence[torch.Tensor]) -> str | None:
     """The first place with another tensor, container or object than before; of constants the values count."""
     known = set(map(id, constants))
 

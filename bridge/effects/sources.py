@@ -96,10 +96,10 @@ class Constant:
 
 
 Basic = Given | Made
-Source = Basic | View | Constant
+Origin = Basic | View | Constant
 
 
-def from_basic(tensor: Callable[[Basic], torch.Tensor]) -> Callable[[Source], torch.Tensor]:
+def from_basic(tensor: Callable[[Basic], torch.Tensor]) -> Callable[[Origin], torch.Tensor]:
     """The tensors of all sources, for those of the inputs and results."""
     return each_once(lambda view: view.of(tensor(view.base)), lambda constant: constant.tensor.clone(), tensor)
 
@@ -108,11 +108,11 @@ def each_once(
     of_view: Callable[[View], torch.Tensor],
     of_constant: Callable[[Constant], torch.Tensor],
     basic: Callable[[Basic], torch.Tensor],
-) -> Callable[[Source], torch.Tensor]:
+) -> Callable[[Origin], torch.Tensor]:
     """The tensors of all sources: one that a function keeps in several places is one in each call."""
     made: dict[View | Constant, torch.Tensor] = {}
 
-    def find(source: Source) -> torch.Tensor:
+    def find(source: Origin) -> torch.Tensor:
         if isinstance(source, Given | Made):
             return basic(source)
         if source not in made:
@@ -122,7 +122,7 @@ def each_once(
     return find
 
 
-def renumbered(source: Source, number: Callable[[Basic], Basic]) -> Source:
+def renumbered(source: Origin, number: Callable[[Basic], Basic]) -> Origin:
     """The same with the numbers of the call around."""
     if isinstance(source, View):
         return dataclasses.replace(source, base=number(source.base))

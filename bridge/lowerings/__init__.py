@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from jax import Array
 
-from ._registry import OWN, Lowering
-from .signatures import Forms, Function
+from ...jax_impl.program.trees import Function
+from ._registry import LOWERINGS, Lowering
+from .signatures import Forms
 from .torchax_ops import torchax_table
 
 _FILES = (
@@ -54,7 +55,7 @@ def _load() -> None:
 
 def _own(op: torch._ops.OpOverload) -> Lowering | None:
     _load()
-    return OWN.get(str(op)) or OWN.get(str(op.overloadpacket))
+    return LOWERINGS.get(str(op)) or LOWERINGS.get(str(op.overloadpacket))
 
 
 def from_torchax(op: torch._ops.OpOverload) -> Function | None:

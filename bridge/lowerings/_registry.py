@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 from jax import Array
 
-from .signatures import Forms, Function
+from ...jax_impl.program.trees import Function
+from .signatures import Forms
 
-Fun = TypeVar("Fun", bound=Function)
-OWN: dict[str, Lowering] = {}
+FunT = TypeVar("FunT", bound=Function)
+LOWERINGS: dict[str, Lowering] = {}
 
 
 class Lowering:
@@ -29,7 +30,7 @@ class Lowering:
         return self.fun(*args, **kwargs)
 
 
-def lowering(*ops: str, results: bool = False, key: bool = False) -> Callable[[Fun], Fun]:
+def lowering(*ops: str, results: bool = False, key: bool = False) -> Callable[[FunT], FunT]:
     """Register a lowering for ops (``aten.put``) or single overloads (``aten.index.Tensor``).
 
     ``results=True`` passes ``results``, the metas of what eager torch returns; ``key=True`` passes a JAX key.
@@ -38,11 +39,11 @@ def lowering(*ops: str, results: bool = False, key: bool = False) -> Callable[[F
         ValueError: an op has a lowering already; which one would hold depends on the order of imports.
     """
 
-    def decorate(fun: Fun) -> Fun:
+    def decorate(fun: FunT) -> FunT:
         for op in ops:
-            if op in OWN:
-                raise ValueError(f"{op} is lowered twice: by {OWN[op].fun.__name__} and by {fun.__name__}")
-            OWN[op] = Lowering(fun, results, key)
+            if op in LOWERINGS:
+                raise ValueError(f"{op} is lowered twice: by {LOWERINGS[op].fun.__name__} and by {fun.__name__}")
+            LOWERINGS[op] = Lowering(fun, results, key)
         return fun
 
     return decorate

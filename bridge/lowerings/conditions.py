@@ -14,7 +14,7 @@ import torch
 from jax import Array
 
 from .checks import Condition, check_p
-from .signatures import Arguments, Options
+from .signatures import Arguments, Keywords
 
 aten = torch.ops.aten
 
@@ -122,7 +122,7 @@ class Check:
     line: str
 
 
-def required(op: object, args: Arguments, kwargs: Options) -> list[tuple[torch.Tensor, Condition]]:
+def required(op: object, args: Arguments, kwargs: Keywords) -> list[tuple[torch.Tensor, Condition]]:
     """Return the conditions that an op asks of its arguments."""
     if op is aten.repeat_interleave.Tensor:
         size = kwargs.get("output_size")

@@ -11,15 +11,15 @@ from jax import Array
 from ..memory.dtypes import jax_dtype
 from .signatures import Forms
 
-Pair = tuple[tuple[int, ...], tuple[int, ...]]  # of axes of the left operand and of the right one
+Dimensions = tuple[tuple[int, ...], tuple[int, ...]]  # of axes of the left operand and of the right one
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A product of two arrays, summed over some axes; the result has the axes of the batch, and then the others."""
 
-    summed: Pair
-    batch: Pair
+    summed: Dimensions
+    batch: Dimensions
 
     def lower(self, a: Array, b: Array, *, _results: Forms, _key: Array | None) -> Array:
         return jax.lax.dot_general(a, b, (self.summed, self.batch), preferred_element_type=a.dtype)

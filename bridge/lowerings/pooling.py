@@ -17,8 +17,8 @@ from ._registry import lowering
 from .signatures import Forms
 
 aten = torch.ops.aten
-Axes = list[int] | tuple[int, ...]
-Each = int | Axes  # for each axis, or for all
+Sizes = list[int] | tuple[int, ...]
+Each = int | Sizes  # for each axis, or for all
 
 
 def _scatter_to_maxima(g: Array, x: Array, indices: Array, spatial: int) -> Array:
@@ -108,7 +108,7 @@ _MOST_TAPS = 32
 @lowering("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices", results=True)
 def max_pool(
     x: Array,
-    kernel: Axes,
+    kernel: Sizes,
     stride: Each | None = None,
     padding: Each = 0,
     dilation: Each = 1,
@@ -173,7 +173,7 @@ def _max_pool_in_a_loop(x: Array, windows: _Windows, lowest: Array) -> tuple[Arr
 def max_pool_backward(
     g: Array,
     x: Array,
-    kernel: Axes,
+    kernel: Sizes,
     stride: Each | None,
     padding: Each,
     dilation: Each,

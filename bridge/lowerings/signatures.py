@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-Function = Callable[..., Any]  # of arguments that each one has of its own, as ops and their lowerings have
 Number = int | float | complex
 Arguments = Sequence[Any]  # of an op: arrays or tensors, numbers, flags, lists of these
-Options = dict[str, Any]  # the same by name
+Keywords = dict[str, Any]  # the same by name
 
 
 class Form(Protocol):

@@ -16,8 +16,8 @@ import sys
 import types
 from typing import Protocol
 
+from ...jax_impl.program.trees import Function
 from ..base.torch_internals import absent_ops
-from .signatures import Function
 
 _NAME = "torchax"
 

@@ -244,6 +244,11 @@ class Structure(NamedTuple):
         return self.treedef.unflatten([next(rest) if m else next(fixed) for m in self.moves])
 
 
+def is_tensor(leaf: object) -> bool:
+    """Whether a leaf is a torch tensor."""
+    return isinstance(leaf, torch.Tensor)
+
+
 def is_array(leaf: object) -> bool:
     """Whether JAX takes a leaf as an array: tracers and NumPy's scalars included, Python's numbers not."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))

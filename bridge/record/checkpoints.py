@@ -16,8 +16,8 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.utils import stateless
 
+from ...jax_impl.program.trees import Function
 from ..base import torch_internals as ti
-from ..lowerings.signatures import Function
 from .recorder import Recorder
 
 Swap = tuple[torch.nn.Module, dict[str, torch.Tensor], dict[str, object]]

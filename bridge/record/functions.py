@@ -14,9 +14,9 @@ from torch import _VF, Tensor
 from torch.autograd.function import FunctionCtx
 from torch.types import Number
 
+from ...jax_impl.program.trees import Function
 from ..base.errors import TraceError, user_line
 from ..base.torch_internals import is_functorch_wrapped_tensor
-from ..lowerings.signatures import Function
 from .distributions import is_all_true, item
 from .embeddings import embedding_bag
 from .losses import ctc_loss, gaussian_nll_loss, linear_cross_entropy

@@ -48,7 +48,7 @@ class CopiedView:
         )
 
 
-def read_entry(tensor: torch.Tensor, index: Index, places: list[int]) -> tuple[CopiedView, torch.Tensor]:
+def read_index(tensor: torch.Tensor, index: Index, places: list[int]) -> tuple[CopiedView, torch.Tensor]:
     """Read ``tensor[index]``, whose entries at the places are whole numbers that are known only when it runs."""
     width = lambda i: 0 if i is None or isinstance(i, bool) else i.dim() if getattr(i, "dtype", None) in _MASKS else 1
     used = sum(width(i) for i in index if i is not Ellipsis)
@@ -64,7 +64,7 @@ def read_entry(tensor: torch.Tensor, index: Index, places: list[int]) -> tuple[C
     return CopiedView(chosen, tensor, index, user_line(), tensor._version), chosen[tuple(items)]
 
 
-def write_entry(tensor: torch.Tensor, index: Index, value: object) -> None:
+def write_index(tensor: torch.Tensor, index: Index, value: object) -> None:
     """Write ``tensor[index] = value`` for an index of whole numbers."""
     at = [i.reshape(1) if isinstance(i, torch.Tensor) else torch.tensor([i], device=tensor.device) for i in index]
     tensor.index_put_(tuple(at), torch.as_tensor(value, device=tensor.device).to(tensor.dtype))

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ...jax_impl.program.trees import Function
 from ..base import torch_internals as ti
 from ..base.errors import TraceError, memory_refusal, user_line
 from ..base.user_code import OWN, asked_by
-from ..lowerings.signatures import Arguments, Function, Options
+from ..lowerings.signatures import Arguments, Keywords
 from ..watch.names import HISTORY, remember_read
 from .backward import fill_grads, noting, refuse_grad
 from .captured import Captured
 from .functions import REPLACEMENTS
-from .indexing import read_entry, write_entry
+from .indexing import read_index, write_index
 from .nodes import History, Meta
 from .packing import PACKED, is_packed
 from .recorder import Cut
@@ -70,7 +71,7 @@ class Interception(TorchFunctionMode):
         self.recording_backward = False  # whether autograd records the backward pass that runs
 
     def __torch_function__(
-        self, func: Function, types: Sequence[type], args: Arguments = (), kwargs: Options | None = None
+        self, func: Function, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         start = len(self.recorder.nodes)
         foreign = any(map(ti.has_own_function, types)) and torch._C._is_torch_function_enabled()
@@ -83,7 +84,7 @@ class Interception(TorchFunctionMode):
             self._note_cuts(result)
         return result
 
-    def _by_objects(self, func: Function, types: Sequence[type], args: Arguments, kwargs: Options) -> object:
+    def _by_objects(self, func: Function, types: Sequence[type], args: Arguments, kwargs: Keywords) -> object:
         """Return what objects, or tensors of a class with a ``__torch_function__`` of its own, make of an op.
 
         They see no stand-ins: the ops that they call come here.
@@ -96,7 +97,7 @@ class Interception(TorchFunctionMode):
                     return result
         raise TypeError(f"{user_line()}: no operand of {func} knows it: {', '.join(t.__name__ for t in types)}.")
 
-    def _run(self, func: Function, args: Arguments, kwargs: Options) -> Any:
+    def _run(self, func: Function, args: Arguments, kwargs: Keywords) -> Any:
         if func == _GET_GRAD:
             refuse_grad(self.captured, args[0], "reads")
         if func in _WRITE_GRAD:
@@ -115,12 +116,12 @@ class Interception(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             places = [k for k, i in enumerate(index) if self._is_number(i)]
             if places and func is torch.Tensor.__getitem__:
-                view, result = read_entry(args[0], index, places)
+                view, result = read_index(args[0], index, places)
                 self.captured.views.append(view)
                 return result
             if places and all(isinstance(i, int) or k in places for k, i in enumerate(index)):
                 self.captured.views = [v for v in self.captured.views if not v.is_put_back(args[0], index, args[2])]
-                return write_entry(args[0], index, args[2])
+                return write_index(args[0], index, args[2])
         if func is torch._C._set_grad_enabled and args[0] and not torch.is_grad_enabled():
             self.captured.enables_grad()
         if func in _STRIDED:

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from ..base import torch_internals as ti
 from ..lowerings.half import HALF
-from ..lowerings.signatures import Arguments, Options
+from ..lowerings.signatures import Arguments, Keywords
 
 _ABOUT_DTYPES = re.compile(
     r"dtype|not implemented for|scalar type|floating[- ]point|data type|integral|not supported|type (Byte|Long|Bool)"
@@ -24,7 +24,7 @@ _MOST = 4096
 
 
 def kernel_dtype(
-    func: OpOverload, args: Arguments, kwargs: Options, tensors: Sequence[torch.Tensor]
+    func: OpOverload, args: Arguments, kwargs: Keywords, tensors: Sequence[torch.Tensor]
 ) -> torch.dtype | None:
     """Return the dtype of the tensor that torch's kernel gives for tensors of several dtypes, or of whole numbers.
 
@@ -57,7 +57,7 @@ def _few(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(n if n < 5 else 4 - n % 2 for n in shape)  # even or odd as before: some ops halve an axis
 
 
-def _ask(func: OpOverload, args: Arguments, kwargs: Options, wide: bool = False) -> Exception | torch.dtype | None:
+def _ask(func: OpOverload, args: Arguments, kwargs: Keywords, wide: bool = False) -> Exception | torch.dtype | None:
     def make(t: torch.Tensor) -> torch.Tensor:
         return torch.zeros(_few(t.shape), dtype=torch.int64 if wide and t.dtype == torch.int32 else t.dtype)
 

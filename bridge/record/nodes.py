@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..base import torch_internals as ti
-from ..lowerings.signatures import Arguments, Options
+from ..lowerings.signatures import Arguments, Keywords
 from ..memory.dtypes import jax_dtype
 from ..memory.values import unusual_stride
 
@@ -75,10 +75,10 @@ class History(NamedTuple):
 Op = Any  # an overload of an op of torch's, or what has a method ``lower`` of its own
 
 
-class Structure(Protocol):
+class ArgSpec(Protocol):
     """The arguments of an op, whose leaves stand apart."""
 
-    def unflatten(self, leaves: Sequence[object], /) -> tuple[Arguments, Options]: ...
+    def unflatten(self, leaves: Sequence[object], /) -> tuple[Arguments, Keywords]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Node:
 
     op: Op
     leaves: tuple[Any, ...]
-    spec: Structure
+    spec: ArgSpec
     results: tuple[Meta | None, ...]
     single: bool
     draw: int | None

@@ -8,7 +8,7 @@ import torch
 from torch import _VF, Tensor
 from torch._decomp import decomposition_table
 
-from ..lowerings.signatures import Function
+from ...jax_impl.program.trees import Function
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from ..lowerings import has_lowering
 from ..lowerings.checks import Condition
 from ..lowerings.conditions import Check, asserted, factorised, reports_failure, required
 from ..lowerings.half import HALF, IN_FLOAT32, NORMS
-from ..lowerings.signatures import Arguments, Forms, Options
+from ..lowerings.signatures import Arguments, Forms, Keywords
 from ..memory.dtypes import jax_dtype
 from .kernels import kernel_dtype
 from .nodes import Const, Meta, Node, Op, Ref, Value
@@ -114,7 +114,7 @@ class Recorder(ti.TorchDispatchMode):
         func: OpOverload | HigherOrderOperator,
         types: Sequence[type],
         args: Arguments = (),
-        kwargs: Options | None = None,
+        kwargs: Keywords | None = None,
     ) -> object:
         with torch._C.DisableTorchFunction(), self.noting_refusals():  # what runs down here is torch's, not the user's
             return self._dispatch(func, args, kwargs or {})
@@ -128,7 +128,7 @@ class Recorder(ti.TorchDispatchMode):
             self.refusal = error
             raise
 
-    def _dispatch(self, func: OpOverload | HigherOrderOperator, args: Arguments, kwargs: Options) -> Any:
+    def _dispatch(self, func: OpOverload | HigherOrderOperator, args: Arguments, kwargs: Keywords) -> Any:
         """Write an op down, or the smaller ones it is made of; one that depends on no input runs in eager torch."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise TraceError(
@@ -195,13 +195,13 @@ class Recorder(ti.TorchDispatchMode):
     def _check(self, evidence: torch.Tensor, condition: Condition) -> None:
         self.checks.append(Check(condition, self.value(evidence), user_line()))
 
-    def _factor_with_check(self, func: OpOverload, args: Arguments, kwargs: Options) -> object:
+    def _factor_with_check(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
         with self:
             results = func(*args, **kwargs)
         self._check(results[-1], factorised(f"torch.linalg.{func.overloadpacket.__name__}", args[0].dim() == 2))
         return results
 
-    def _refuse_values(self, func: OpOverload, kwargs: Options) -> None:
+    def _refuse_values(self, func: OpOverload, kwargs: Keywords) -> None:
         if func.overloadpacket in _VALUE_OPS:
             layer = calling_object(_BatchNorm.forward)
             if layer is not None:
@@ -232,7 +232,7 @@ class Recorder(ti.TorchDispatchMode):
                 result.append(index)
         return result
 
-    def _check_within(self, func: OpOverload, args: Arguments, kwargs: Options) -> None:
+    def _check_within(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> None:
         """Refuse an ``as_strided`` that sees more than the tensor's own elements in their order."""
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         tensor, offset, size = given["self"], given.get("storage_offset"), given["size"]
@@ -245,7 +245,7 @@ class Recorder(ti.TorchDispatchMode):
                 "offset. Call .contiguous() or .clone() first, or index the tensor."
             )
 
-    def _promoted(self, func: OpOverload, args: Arguments, kwargs: Options) -> Arguments:
+    def _promoted(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> Arguments:
         """Convert whole numbers to floats for an elementwise op whose result is a float: torch converts first."""
         with self.fake:
             out = ti.torch_pytree.tree_leaves(func(*args, **kwargs))[0]
@@ -254,7 +254,7 @@ class Recorder(ti.TorchDispatchMode):
         with self:
             return ti.map_tensors(lambda t: t.to(out.dtype), args)
 
-    def _in_float32(self, func: OpOverload, args: Arguments, kwargs: Options) -> object:
+    def _in_float32(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
         """Compute an op on half-precision tensors in float32, and round at the end."""
         with self.fake:
             narrow, spec = ti.torch_pytree.tree_flatten(func(*args, **kwargs))
@@ -269,7 +269,7 @@ class Recorder(ti.TorchDispatchMode):
             rounded = [w.to(n.dtype) if isinstance(n, torch.Tensor) else n for w, n in zip(wide, narrow, strict=True)]
         return ti.torch_pytree.tree_unflatten(rounded, spec)
 
-    def _decompose(self, func: OpOverload, args: Arguments, kwargs: Options, random: bool) -> object:
+    def _decompose(self, func: OpOverload, args: Arguments, kwargs: Keywords, random: bool) -> object:
         """Run smaller ops where no lowering is ours: torch's decompositions are exact, torchax's table less so."""
         known = has_lowering(func)
         if known == "own":
@@ -286,7 +286,7 @@ class Recorder(ti.TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         return NotImplemented
 
-    def _of_nothing(self, func: OpOverload, args: Arguments, kwargs: Options) -> object:
+    def _of_nothing(self, func: OpOverload, args: Arguments, kwargs: Keywords) -> object:
         """Return the results of an op on empty tensors, which decompositions divide by their size or count wrongly."""
         device = next(t.device for t in ti.torch_pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         with ti.no_dispatch():
@@ -296,7 +296,7 @@ class Recorder(ti.TorchDispatchMode):
             return ti.map_tensors(lambda t: t.to(device), results)
 
     def _record(
-        self, func: OpOverload, args: Arguments, kwargs: Options, tensors: list[torch.Tensor], random: bool
+        self, func: OpOverload, args: Arguments, kwargs: Keywords, tensors: list[torch.Tensor], random: bool
     ) -> object:
         try:
             with self.fake, noting_line():
@@ -433,7 +433,7 @@ class Spec:
     def __init__(self, spec: ti.torch_pytree.TreeSpec) -> None:
         self.spec = spec
 
-    def unflatten(self, leaves: Sequence[object]) -> tuple[Arguments, Options]:
+    def unflatten(self, leaves: Sequence[object]) -> tuple[Arguments, Keywords]:
         return ti.torch_pytree.tree_unflatten(leaves, self.spec)
 
 

@@ -34,7 +34,7 @@ from ..base.errors import (
     refuse_seed,
     user_line,
 )
-from ..lowerings.signatures import Options
+from ..lowerings.signatures import Keywords
 from ..watch.watching import refused, watching
 from .backward import fill_grads
 from .captured import Captured, is_traced_tensor, recording
@@ -52,7 +52,7 @@ class _Functionalisation(ti.FunctionalTensorMode):
     """torch's functionalisation, out of sight of function modes: what runs in it is torch's own, not the user's."""
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Options | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Keywords | None = None
     ) -> object:
         if func is aten.set_.source_Tensor and not isinstance(args[0], ti.FunctionalTensor):
             raise TraceError(f"{user_line()}: a traced function cannot set_ a tensor that it captures. Assign .data.")

@@ -16,10 +16,11 @@ import torch
 from jax import Array
 from jax.typing import ArrayLike
 
+from ...jax_impl.program.trees import Function
 from ..lowerings import find_lowering
 from ..lowerings.bounds import checked
 from ..lowerings.moved import SumOfQuotients
-from ..lowerings.signatures import Arguments, Forms, Function
+from ..lowerings.signatures import Arguments, Forms
 from ..lowerings.stored import stored
 from ..memory.dtypes import jax_dtype, torch_dtype
 from .graph import Graph
@@ -27,15 +28,15 @@ from .nodes import Const, Meta, Node, Ref, Value
 from .recording import record
 
 aten = torch.ops.aten
-Values = dict[int, Any]  # by node: its result, or a list of several
+Env = dict[int, Any]  # by node: its result, or a list of several
 
 
-def run(graph: Graph, todo: Sequence[int], values: Values, key: jax.Array) -> None:
+def run(graph: Graph, todo: Sequence[int], values: Env, key: jax.Array) -> None:
     """Evaluate the nodes ``todo`` in order into ``values``; random draws come from ``key`` by their number."""
     for i in todo:
         node = graph.nodes[i]
         assert node is not None
-        leaves = [read(values, leaf) if type(leaf) in (Ref, Const) else leaf for leaf in node.leaves]
+        leaves = [resolve(values, leaf) if type(leaf) in (Ref, Const) else leaf for leaf in node.leaves]
         places = graph.guarded_leaves.get(i, ())
         for j in places:
             leaves[j] = _apart(leaves[j], node, j)
@@ -69,7 +70,7 @@ def _apart(operand: Array, node: Node, place: int) -> Array:
     return jax.lax.optimization_barrier(operand)
 
 
-def read(values: Values, value: Value) -> jax.Array:
+def resolve(values: Env, value: Value) -> jax.Array:
     """Return the array that a Ref or a Const stands for."""
     if isinstance(value, Const):
         array = value.array
@@ -150,9 +151,9 @@ def _recorded(op: torch._ops.OpOverload, args: Arguments) -> Any:
     graph, _ = record(fun, metas, [False] * len(metas), [])
     if any(node is not None and node.op is op for node in graph.nodes):
         _no_lowering()
-    values: Values = dict(zip(graph.inputs, [args[i] for i in where], strict=True))
+    values: Env = dict(zip(graph.inputs, [args[i] for i in where], strict=True))
     run(graph, graph.forward_nodes, values, jax.numpy.zeros(2, "uint32"))
-    outs = [read(values, o) for o in graph.outputs]
+    outs = [resolve(values, o) for o in graph.outputs]
     return outs[0] if len(outs) == 1 else outs
 
 

@@ -28,7 +28,7 @@ from .flags import asked_by_function
 from .keys import Cached, Same, of_bytes, of_elements, of_plain
 from .logs import Container, Logs
 from .names import EVERY_METHOD, HISTORY, slots_of, strings_in
-from .places import Path, Place, Slot, path_name, weakly
+from .places import AccessPath, Place, Site, path_name, weakly
 from .watching import is_clock
 
 PLAIN = (
@@ -54,14 +54,14 @@ class Contents:
         self.tensors: list[torch.Tensor] = []
         self.arrays: list[tuple[str, np.ndarray]] = []
         self.caches: list[Cached] = []  # functions with a ``functools.cache``
-        self.paths: list[Path] = []
+        self.paths: list[AccessPath] = []
         self.owners: list[torch.nn.Module | None] = []
         self.histories: list[tuple[bool, bool | None]] = []  # of the tensors, which a call may change itself
         self.found_places: list[Place | torch.nn.Module] = []
         self.containers: list[Container] = []
         self.logs = logs  # lists that the function appends to
-        self.left_out: set[Path] = set()  # those of them that were met
-        self.namespaces: list[tuple[object, Path]] = []
+        self.left_out: set[AccessPath] = set()  # those of them that were met
+        self.namespaces: list[tuple[object, AccessPath]] = []
         self.classes: set[type] = set()  # the user's own, of objects that are followed by name
         self.locks: list[tuple[str, object]] = []
         self.generators: list[object] = []  # of Python's and NumPy's random numbers
@@ -73,21 +73,21 @@ class Contents:
         self.depth = 0  # of objects of libraries in one another
         self.lenient = 0  # in what code may read, but does not name
         self.owner: torch.nn.Module | None = None
-        self.slot: Slot = (None, "")
+        self.slot: Site = (None, "")
 
-    def visit(self, x: object, path: Path) -> None:
+    def visit(self, x: object, path: AccessPath) -> None:
         """Look at a value, and at what it holds."""
         raise NotImplementedError
 
-    def visit_fields(self, fields: Mapping[str, object], owner: object, path: Path) -> None:
+    def visit_fields(self, fields: Mapping[str, object], owner: object, path: AccessPath) -> None:
         """Look at those attributes that code may read."""
         raise NotImplementedError
 
-    def visit_attributes(self, x: object, path: Path) -> None:
+    def visit_attributes(self, x: object, path: AccessPath) -> None:
         """Look at what an object holds, and at the code of its class."""
         raise NotImplementedError
 
-    def tensor(self, x: torch.Tensor, path: Path) -> None:
+    def tensor(self, x: torch.Tensor, path: AccessPath) -> None:
         position = self.seen.get(id(x))
         if position is not None:
             self.parts.append(("tensor", position))
@@ -115,7 +115,7 @@ class Contents:
         """Whether what cannot be watched is refused: the function reads it, as far as its code tells."""
         return not self.depth and not self.lenient
 
-    def builtin(self, x: types.BuiltinFunctionType | types.MethodWrapperType, path: Path) -> None:
+    def builtin(self, x: types.BuiltinFunctionType | types.MethodWrapperType, path: AccessPath) -> None:
         """A function or a bound method written in C: ``table.get`` holds its table."""
         owner = getattr(x, "__self__", None)
         self.met_clock = self.met_clock or is_clock(x)
@@ -130,7 +130,7 @@ class Contents:
             self.parts.append((type(x), x.__name__))
             self.visit(owner, path)
 
-    def array(self, x: np.ndarray | np.generic, path: Path) -> None:
+    def array(self, x: np.ndarray | np.generic, path: AccessPath) -> None:
         if isinstance(x, np.ndarray):
             self.arrays.append((path_name(path), x))
         self.parts.append((type(x), x.dtype.str, x.shape))
@@ -141,7 +141,7 @@ class Contents:
         if type(x) is not np.ndarray and getattr(x, "__dict__", None):  # a mask, or what a class of the user's adds
             self.visit_attributes(x, path)
 
-    def container(self, x: Collection[object], path: Path) -> None:
+    def container(self, x: Collection[object], path: AccessPath) -> None:
         self.containers.append(Container(self.slot, path, x))
         if self.logs and isinstance(x, list) and path in self.logs:
             self.left_out.add(path)
@@ -161,7 +161,7 @@ class Contents:
         elif isinstance(x, collections.defaultdict):
             self.visit(x.default_factory, path)
 
-    def _many(self, x: Collection[object], path: Path) -> bool:
+    def _many(self, x: Collection[object], path: AccessPath) -> bool:
         """Whether the key holds a long collection as a whole."""
         values: list[object] = [*x.keys(), *x.values()] if isinstance(x, dict) else list(x)
         plain = of_plain(values)
@@ -180,7 +180,7 @@ class Contents:
             )
         return True
 
-    def _items(self, x: Mapping[object, object], path: Path) -> None:
+    def _items(self, x: Mapping[object, object], path: AccessPath) -> None:
         for k, v in list(x.items()):
             if k == "__builtins__":  # in the namespace of an exec; Python's own
                 continue
@@ -192,7 +192,7 @@ class Contents:
                     self.visit(k, path)
             self.visit(v, (path, f"[{k!r}]"))
 
-    def library_object(self, x: object, path: Path) -> None:
+    def library_object(self, x: object, path: AccessPath) -> None:
         self.parts.append(Same(x))
         if isinstance(x, weakref.ReferenceType):
             self.visit(x(), path)
@@ -232,7 +232,7 @@ class Contents:
         else:
             self._content(x, path)
 
-    def plain_fields(self, x: object, path: Path) -> None:
+    def plain_fields(self, x: object, path: AccessPath) -> None:
         """Look at what the code names, but functions, of what leads everywhere: a library's module, class or log."""
         is_namespace = isinstance(x, (type, types.ModuleType))
         if is_namespace and id(x) in self.seen:
@@ -248,7 +248,7 @@ class Contents:
             self.parts.append(name)
             self.visit(found[name], (path, f".{name}"))
 
-    def _content(self, x: object, path: Path) -> None:
+    def _content(self, x: object, path: AccessPath) -> None:
         """All that an object holds, where the code that reads it is a library's and not looked into."""
         if type(x).__module__.partition(".")[0] in _OPAQUE:
             self.plain_fields(x, path)

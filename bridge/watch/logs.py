@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-import torch
 from torch.utils._pytree import tree_leaves
 
-from .places import Path, Place, Slot
+from ..memory.trees import is_tensor
+from .places import AccessPath, Place, Site
 
-Logs = frozenset[Path]  # where a walk finds the lists
+Logs = frozenset[AccessPath]  # where a walk finds the lists
 
 _MANY = 1024  # keys
 _MANY_FUNCTIONS = 4096
@@ -32,8 +32,8 @@ _count = 0
 class Container(NamedTuple):
     """A container that a walk met."""
 
-    slot: Slot
-    path: Path
+    slot: Site
+    path: AccessPath
     value: Collection[object]
 
 
@@ -43,7 +43,7 @@ class Found(Protocol):
     identity: Hashable
     form: Hashable
     containers: list[Container]
-    left_out: set[Path]
+    left_out: set[AccessPath]
 
     @property
     def key(self) -> Hashable:
@@ -90,7 +90,7 @@ class WrittenContainers:
         self._walk = walk
         self._before = [(found.slot, found.value, _content(found.value)) for found in walk.containers]
 
-    def appended(self) -> list[tuple[Slot, list[object]]]:
+    def appended(self) -> list[tuple[Site, list[object]]]:
         """The lists that were appended to."""
         found = []
         for slot, container, before in self._before:
@@ -138,11 +138,6 @@ def paths_of(containers: Iterable[Container], wanted: Collection[int]) -> Logs:
     """Where these lists are found, and nothing else."""
     others = {found.path for found in containers if id(found.value) not in wanted} if wanted else ()
     return frozenset(found.path for found in containers if id(found.value) in wanted).difference(others)
-
-
-def is_tensor(value: object) -> bool:
-    """Whether a value is a tensor."""
-    return isinstance(value, torch.Tensor)
 
 
 def _content(container: Collection[object]) -> list[object]:

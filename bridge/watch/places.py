@@ -13,8 +13,8 @@ import torch
 
 from ..base.user_code import is_users
 
-Path = tuple["Path", str] | None
-Slot = tuple[object, str]  # the code or class that names a container, and the name
+AccessPath = tuple["AccessPath", str] | None
+Site = tuple[object, str]  # the code or class that names a container, and the name
 
 # How often functions were seen to change what a compiled call cannot change: as a part of their keys, it lets each
 # call trace them anew.
@@ -64,7 +64,7 @@ def weakly(x: object) -> Callable[[], Any]:
         return lambda: x
 
 
-def path_name(path: Path) -> str:
+def path_name(path: AccessPath) -> str:
     """``model.1.running_mean``."""
     parts: list[str] = []
     while path is not None:

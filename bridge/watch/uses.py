@@ -17,7 +17,7 @@ _READING_BY_NAME = frozenset({"getattr", "hasattr", "vars", "__dict__"})
 _WRITING_BY_CALL = frozenset({"__setitem__", "setdefault", "update"})
 
 
-def uses(place: Place, key: Any, walk: Walk) -> set[str]:
+def usage(place: Place, key: Any, walk: Walk) -> set[str]:
     """Of "reads" and "writes" what there is, and "" where the name only occurs."""
     codes = (code for part in walk.parts if isinstance(part, types.CodeType) for code in _within(part))
     of = _of_name if is_named(place) else _of_entry

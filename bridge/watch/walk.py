@@ -49,7 +49,7 @@ from .names import (
     names_read_by,
     slots_of,
 )
-from .places import Path, Place, change_count, path_name, places_of_module, weakly
+from .places import AccessPath, Place, change_count, path_name, places_of_module, weakly
 from .watching import FROZEN, is_clock, may_read_clocks
 
 _MODULE_FIELDS = frozenset(torch.nn.Module().__dict__)
@@ -192,7 +192,7 @@ class Walk(Contents):
                 return path_name(path), owner
         return "a captured tensor", None
 
-    def visit(self, x: Any, path: Path) -> None:
+    def visit(self, x: Any, path: AccessPath) -> None:
         add = self.parts.append
         kind = kind_of(x)
         if kind in EXACTLY_PLAIN:
@@ -237,7 +237,7 @@ class Walk(Contents):
             self.keep.append(x)
             self._object(x, path)
 
-    def _object(self, x: Any, path: Path) -> None:
+    def _object(self, x: Any, path: AccessPath) -> None:
         if isinstance(x, (list, tuple, set, frozenset, dict, collections.deque)):
             self.container(x, path)
         elif isinstance(x, types.FunctionType):
@@ -286,7 +286,7 @@ class Walk(Contents):
         else:
             self.visit_attributes(x, path)
 
-    def _function(self, f: types.FunctionType, path: Path, constructs: bool = False) -> None:
+    def _function(self, f: types.FunctionType, path: AccessPath, constructs: bool = False) -> None:
         if is_traced(f):  # what counts is the torch function
             self.parts.append(SOURCE)
             self.visit(f.__dict__[SOURCE][1], None)
@@ -333,7 +333,7 @@ class Walk(Contents):
                 self.unnamed(rest, path)
             self.depth = depth
 
-    def _module(self, m: torch.nn.Module, path: Path) -> None:
+    def _module(self, m: torch.nn.Module, path: AccessPath) -> None:
         if isinstance(m, torch.jit.ScriptModule):
             self._script(m, path)
             return
@@ -362,7 +362,7 @@ class Walk(Contents):
         self._class_part(cls, path)
         self.owner = outer
 
-    def _script(self, m: torch.jit.ScriptModule, path: Path) -> None:
+    def _script(self, m: torch.jit.ScriptModule, path: AccessPath) -> None:
         self.parts += (Same(m), m.training)
         if self.is_strict() and any(True for held in (m.parameters(), m.buffers()) for _ in held):
             raise TraceError(
@@ -370,7 +370,7 @@ class Walk(Contents):
                 "cannot be traced with what it holds. Use the Python module that it was made from."
             )
 
-    def visit_attributes(self, x: object, path: Path) -> None:
+    def visit_attributes(self, x: object, path: AccessPath) -> None:
         cls: type = type(x)
         self.parts.append(cls)
         if isinstance(x, (float, *PLAIN)):
@@ -402,7 +402,7 @@ class Walk(Contents):
         self.names = outer
         self.depth = depth
 
-    def _class_part(self, cls: type, path: Path) -> None:
+    def _class_part(self, cls: type, path: AccessPath) -> None:
         """What an object gets from the user's own classes: methods, properties, class attributes."""
         for base in cls.__mro__:
             if is_users(base):
@@ -410,14 +410,14 @@ class Walk(Contents):
             else:
                 self.plain_fields(base, path)
 
-    def _base(self, cls: type, path: Path) -> None:
+    def _base(self, cls: type, path: AccessPath) -> None:
         if id(cls) in self.seen:
             self.parts.append(("seen", self.seen[id(cls)]))
         else:
             self.seen[id(cls)] = len(self.seen)
             self._namespace(cls, path)
 
-    def _namespace(self, x: type | types.ModuleType, path: Path) -> None:
+    def _namespace(self, x: type | types.ModuleType, path: AccessPath) -> None:
         """A class or a Python module of the user's."""
         self.parts += (Same(x), registered_at(x))
         fields = dict(vars(x))
@@ -438,7 +438,7 @@ class Walk(Contents):
                 if not all(name.startswith("_") for name in vars(member)):
                     self.visit(member, path)
 
-    def _constructors(self, cls: type, path: Path) -> None:
+    def _constructors(self, cls: type, path: AccessPath) -> None:
         """What runs when a class is called that the code holds: of an object that exists already, it never runs."""
         for base in cls.__mro__:
             for name in ("__new__", "__init__", "__post_init__") if is_users(base) else ():
@@ -449,7 +449,7 @@ class Walk(Contents):
                     self.keep.append(made)
                     self._function(made, (path, name), constructs=True)
 
-    def visit_fields(self, fields: Mapping[str, object], owner: object, path: Path) -> None:
+    def visit_fields(self, fields: Mapping[str, object], owner: object, path: AccessPath) -> None:
         place = owner if isinstance(owner, (type, types.ModuleType, types.FunctionType)) else type(owner)
         for k in sorted(fields.keys() & self.names):
             value = fields[k]
@@ -464,7 +464,7 @@ class Walk(Contents):
             rest = {k: v for k, v in fields.items() if k not in self.names and self._may_be_read(k, v, owner)}
             self.unnamed(rest, path)
 
-    def unnamed(self, fields: Mapping[str, object], path: Path) -> None:
+    def unnamed(self, fields: Mapping[str, object], path: AccessPath) -> None:
         """What code may read without naming it, and need not: nothing here is refused."""
         self.lenient += 1
         for k, v in fields.items():

@@ -29,11 +29,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from ...jax_impl.program.trees import Function
 from ..base.errors import TraceError, user_line
 from ..base.user_code import asked_by, is_users, reader
 from .names import names_of, remember_read
-
-Function = Callable[..., Any]
 
 FROZEN = "a traced function runs once, and what it was given would stay the same in all further calls"
 _TIMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")

@@ -10,9 +10,17 @@ from typing import Any, TypeAlias
 
 import jax
 
-from ..program.trees import PyTree, as_array, flatten, flatten_with_names, integer, normalized_axis, outlined
+from ..program.trees import (
+    Function,
+    PyTree,
+    as_array,
+    flatten,
+    flatten_with_names,
+    integer,
+    normalized_axis,
+    outlined,
+)
 
-Function: TypeAlias = Callable[..., Any]
 # Where a call holds an argument: its position, or the keyword it was passed by.
 Slot: TypeAlias = int | str
 
@@ -29,7 +37,7 @@ def indices(name: str, value: Any) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class Signature:
     """The parameters of a function by position and by name; both unknown where Python cannot tell its signature."""
 
     positional: tuple[str, ...] = ()
@@ -39,7 +47,7 @@ class Arguments:
     open_names: bool = True
 
     @classmethod
-    def of(cls, fun: Function) -> Arguments:
+    def of(cls, fun: Function) -> Signature:
         """Return the parameters of ``fun``."""
         if not callable(fun):
             raise TypeError(f"fun must be callable, got {fun!r}.")
@@ -105,7 +113,7 @@ class Arguments:
 
 
 def slots(
-    arguments: Arguments, option: str, targets: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
+    arguments: Signature, option: str, targets: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Slot | None]:
     """Return the slot of every target; refuse two that are the same argument with a ValueError."""
     found = [arguments.slot(option, target, args, kwargs) for target in targets]
@@ -115,12 +123,12 @@ def slots(
     return found
 
 
-def read(slot: Slot, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def get_argument(slot: Slot, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the argument in a slot."""
     return kwargs[slot] if isinstance(slot, str) else args[slot]
 
 
-def write(slot: Slot, value: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+def set_argument(slot: Slot, value: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
     """Put an argument into its slot."""
     if isinstance(slot, str):
         kwargs[slot] = value
@@ -129,7 +137,7 @@ def write(slot: Slot, value: Any, args: list[Any], kwargs: dict[str, Any]) -> No
 
 
 def mapped_axes(
-    arguments: Arguments, in_axes: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+    arguments: Signature, in_axes: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[Slot, PyTree]:
     """Return the axes by which a ``vmap`` maps each argument of a call."""
     axes: dict[Slot, PyTree] = {}
@@ -163,7 +171,7 @@ class Batch:
 
 
 def collect(
-    arguments: Arguments,
+    arguments: Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     mapped: Sequence[tuple[Slot, PyTree]],
@@ -174,7 +182,7 @@ def collect(
     names: list[str] = []
     trees: list[tuple[Slot, Any, list[Any]]] = []
     for slot, axis in mapped:
-        value, label = read(slot, args, kwargs), arguments.label(slot)
+        value, label = get_argument(slot, args, kwargs), arguments.label(slot)
         named, treedef = flatten_with_names(value, label)
         filled: list[Any] = []
         for (name, leaf), at in zip(named, leaf_axes("in_axes", axis, value, label), strict=True):
@@ -192,7 +200,7 @@ def collect(
         rest, new_args, new_kwargs = iter(values), list(args), dict(kwargs)
         for slot, treedef, filled in trees:
             tree = treedef.unflatten([next(rest) if leaf is _HOLE else leaf for leaf in filled])
-            write(slot, tree, new_args, new_kwargs)
+            set_argument(slot, tree, new_args, new_kwargs)
         return new_args, new_kwargs
 
     return Batch(leaves, axes, _common_rows(leaves, axes, names, [arguments.label(s) for s, _ in mapped]), rebuild)

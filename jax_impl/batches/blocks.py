@@ -14,12 +14,12 @@ import numpy as np
 from ..program.convolutions import channels_last
 from ..program.sums import Shared
 from ..program.trees import (
+    Function,
     as_varying,
     flatten,
     with_weak_type,
 )
-from .arguments import Function
-from .slices import write
+from .slices import write_rows
 
 Unflatten: TypeAlias = Callable[[jax.Array], Any]
 Bar: TypeAlias = Callable[[Iterator[Any], int], Iterator[Any]]
@@ -138,7 +138,7 @@ class Matrix:
 
         # Where sizes do not fit, the last block starts earlier and repeats some rows, so that one program serves for
         # all blocks: compiling is most of the time of a single call.
-        put = jax.lax.dynamic_update_slice_in_dim if layout.count % layout.size else write
+        put = jax.lax.dynamic_update_slice_in_dim if layout.count % layout.size else write_rows
 
         kept, treedef = flatten(linear)
         shared = Shared(kept)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ..factors.one_by_one import named
-from ..program.trees import as_array, dtype_of, flatten, flatten_with_names, outlined
-from .arguments import Arguments, Function, Slot, read, slots, write
+from ..program.trees import Function, as_array, dtype_of, flatten, flatten_with_names, outlined
+from .arguments import Signature, Slot, get_argument, set_argument, slots
 
 
 def places_to_differentiate(
-    arguments: Arguments, wanted: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
+    arguments: Signature, wanted: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Slot]:
     """Return where the arguments to differentiate are, each checked to hold something with a derivative."""
     places = []
@@ -24,7 +24,7 @@ def places_to_differentiate(
         places.append(slot)
         name = arguments.label(slot)
         hint = "Pass what is no array as an argument of its own."
-        leaves, _ = flatten_with_names(read(slot, args, kwargs), name)
+        leaves, _ = flatten_with_names(get_argument(slot, args, kwargs), name)
         dtypes = [as_array(leaf, path, hint).dtype for path, leaf in leaves]
         if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
             raise TypeError(f"{name} holds random keys, which have no gradient. Pass them as an argument of their own.")
@@ -41,7 +41,7 @@ def value_and_grad(
     fun: Function, has_aux: bool, places: Sequence[Slot], args: list[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, Any, tuple[Any, ...], list[jax.Array]]:
     """Compute loss, auxiliary output, gradients at ``places``, and those gradient leaves that stand for integers."""
-    flat, treedef = flatten(tuple(read(place, args, kwargs) for place in places))
+    flat, treedef = flatten(tuple(get_argument(place, args, kwargs) for place in places))
     moving = [i for i, leaf in enumerate(flat) if jnp.issubdtype(dtype_of(leaf), jnp.inexact)]
 
     def loss(floats: list[Any]) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ def value_and_grad(
             leaves[i] = leaf
         new_args, new_kwargs = list(args), dict(kwargs)
         for place, tree in zip(places, treedef.unflatten(leaves), strict=True):
-            write(place, tree, new_args, new_kwargs)
+            set_argument(place, tree, new_args, new_kwargs)
         return _checked_loss(fun(*new_args, **new_kwargs), has_aux)
 
     (value, aux), grads = jax.value_and_grad(loss, has_aux=True)([flat[i] for i in moving])

@@ -60,7 +60,7 @@ def _starred(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda _: "*", tree)
 
 
-def bind(accumulators: AccumulatorTree, plan: Plan, outputs: PyTree, per_example: bool) -> Accumulator:
+def fit(accumulators: AccumulatorTree, plan: Plan, outputs: PyTree, per_example: bool) -> Accumulator:
     """Return one accumulator for the whole output, a pytree whose leaves are described by :class:`Output`.
 
     ``per_example`` tells that outputs are stacked over examples: ``aggregate`` is then called before ``update``.

@@ -18,6 +18,7 @@ from ..program import convolutions
 from ..program.dataflow import makers, uses, within
 from ..program.sums import Shared
 from ..program.trees import (
+    Function,
     PyTree,
     as_varying,
     check_width,
@@ -28,8 +29,8 @@ from ..program.trees import (
     with_weak_type,
 )
 from .accumulation import AccumulationType, AccumulatorTree, DividedSum, WeightedMean
-from .arguments import Batch, Function
-from .fitting import Output, bind, match
+from .arguments import Batch
+from .fitting import Output, fit, match
 from .partition import Plan
 
 VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
@@ -38,7 +39,9 @@ VmapFn: TypeAlias = Callable[[Function, Sequence[int], int], Function]
 class Traced:
     """A function of flat arrays, traced once and callable any number of times."""
 
-    def __init__(self, fun: Function, inputs: Sequence[Any], run: Callable[..., list[Any]] = convolutions.run) -> None:
+    def __init__(
+        self, fun: Function, inputs: Sequence[Any], run: Callable[..., list[Any]] = convolutions.run_fast
+    ) -> None:
         self.closed, self.output = jax.make_jaxpr(fun, return_shape=True)(*map(stand_in, inputs))
         self.treedef, self.run, self.shared = structure(self.output), run, Shared(self.closed.consts)
 
@@ -48,7 +51,7 @@ class Traced:
         return self.treedef.unflatten(_call(closed, *inputs, run=self.run))
 
 
-def _call(closed: ClosedJaxpr, *inputs: Any, run: Callable[..., list[Any]] = convolutions.run) -> list[jax.Array]:
+def _call(closed: ClosedJaxpr, *inputs: Any, run: Callable[..., list[Any]] = convolutions.run_fast) -> list[jax.Array]:
     """Return the jaxpr's outputs as arrays; a constant among them comes out as a Python number otherwise."""
     outs = zip(run(closed, *inputs), closed.out_avals, strict=True)
     arrays = [(x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype), aval) for x, aval in outs]
@@ -83,7 +86,7 @@ def accumulate(
     check_width(main.output, "output")
     per_example = vmap_fn is not None
     outputs = _describe(main, left, plan, per_example, zeros())
-    accumulator = bind(accumulators, plan, outputs, per_example)
+    accumulator = fit(accumulators, plan, outputs, per_example)
     shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), outputs)
     if per_example:
         shapes = jax.eval_shape(accumulator.aggregate, shapes)

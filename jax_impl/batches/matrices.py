@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 from ..program.convolutions import run_whole
 from ..program.trees import (
+    Function,
     PyTree,
     as_array,
     check_width,
@@ -21,7 +22,6 @@ from ..program.trees import (
     positive,
     structure,
 )
-from .arguments import Function
 from .blocks import Layout, Matrix, Unflatten
 from .loop import Traced
 

@@ -27,7 +27,7 @@ def over_slices(step: Callable[[PyTree, Any, int], PyTree], carry: PyTree, count
     return step(carry, full * size, left) if left else carry
 
 
-def write(buffer: jax.Array, rows: jax.Array, start: Any, axis: int) -> jax.Array:
+def write_rows(buffer: jax.Array, rows: jax.Array, start: Any, axis: int) -> jax.Array:
     """Put rows into the buffer, at a place that holds zeros and is written only this once.
 
     XLA writes in place. By JAX's own rule, the derivative of such a write in a loop erases the rows from the gradient

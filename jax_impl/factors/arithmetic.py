@@ -66,7 +66,7 @@ def _multiply(ev: Evaluator, e: JaxprEqn) -> Any:
     a, b = ev.lazy(left), ev.lazy(right)
     if len(a.terms) * len(b.terms) > 4:
         raise UnsupportedError("a product of sums")
-    return Lazy(shape, dtype, tuple(product(s, t) for s in a.terms for t in b.terms))
+    return Lazy(shape, dtype, tuple(multiplied(s, t) for s in a.terms for t in b.terms))
 
 
 def _scaled(ev: Evaluator, v: Atom, shape: Sequence[int], number: Any, batched: bool) -> Lazy:
@@ -75,7 +75,7 @@ def _scaled(ev: Evaluator, v: Atom, shape: Sequence[int], number: Any, batched: 
     return repeated(value, shape, range(len(shape) - len(value.shape), len(shape))).times(number, batched)
 
 
-def product(a: Term, b: Term) -> Term:
+def multiplied(a: Term, b: Term) -> Term:
     """Return the product entry by entry."""
     if sum(f.batched for f in a.factors) < sum(f.batched for f in b.factors):
         a, b = b, a
@@ -170,7 +170,7 @@ def _divide(ev: Evaluator, e: JaxprEqn) -> Lazy:
     size = invertible(jnp.max(jnp.abs(inverse), initial=0))
     term = whole(inverse / size, False)
     term = term.replace(scale=(*term.scale, Factor(size, (), False)))
-    return ev.lazy(value).map(lambda t: product(t, term), out.shape)
+    return ev.lazy(value).map(lambda t: multiplied(t, term), out.shape)
 
 
 @rule("select_n", accepts=if_lazy(1, 2))
@@ -189,5 +189,5 @@ def _select(ev: Evaluator, e: JaxprEqn) -> Lazy:
     array = ev.array(which)
     for v, keep in zip(cases, (jnp.logical_not(array), array), strict=True):
         part = whole(keep, False)
-        total = total.plus(ev.lazy(v).map(functools.partial(product, b=part)), True)
+        total = total.plus(ev.lazy(v).map(functools.partial(multiplied, b=part)), True)
     return total

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from ..program.convolutions import bind_fast, bind_mapped
 from ..program.dataflow import makers, uses, within
-from ..program.evaluate import Atom, evaluate, own_width, read, shaped
+from ..program.evaluate import Atom, evaluate, lookup, own_width, shaped
 from ..program.inline import batched_variables
 from ..program.sums import is_narrow
 from . import contractions, convolution, moves, scans, scatter, slices, squares  # noqa: F401  (their rules)
@@ -89,7 +89,7 @@ class _Tracer:
 
     def read(self, v: Atom) -> Any:
         """Return what a variable holds."""
-        return read(self.env, v)
+        return lookup(self.env, v)
 
     def array(self, v: Atom) -> Any:
         """Return what a variable holds, as an array."""

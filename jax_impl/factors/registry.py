@@ -14,16 +14,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from ..program.dataflow import within
 from ..program.evaluate import Atom
-from .lazy import Lazy, Squares
+from .lazy import Lazy
 from .pieces import Rewritten
 from .terms import Term
-
-Value: TypeAlias = Lazy | Squares | jax.Array
 
 
 class Evaluator(Protocol):

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from ..program.convolutions import bind_fast
 from ..program.evaluate import Atom, shaped
-from .arithmetic import absorbed, product
+from .arithmetic import absorbed, multiplied
 from .lazy import Lazy
 from .registry import Evaluator, Known, if_lazy, rule
 from .slices import placed
@@ -96,7 +96,7 @@ def _scatter(ev: Evaluator, e: JaxprEqn) -> Lazy:
         raise UnsupportedError("entries that are overwritten")
     ones = jnp.ones(shaped(target).shape, shaped(target).dtype)
     mask = whole(bind_fast(e, [ones, ev.array(indices), ev.array(updates)])[0] != 0, False)
-    return ev.lazy(target).map(lambda t: product(t, mask))
+    return ev.lazy(target).map(lambda t: multiplied(t, mask))
 
 
 def _index(ev: Evaluator, v: Atom) -> Any:

@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from .evaluate import PLAIN_CALLS, Compute, bind, called, evaluate
 
 
-def run(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+def run_fast(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """Return the outputs of a program. What is behind a derivative rule or in a loop stays as it is."""
     return _run(closed, args, bind_fast)
 

@@ -46,12 +46,12 @@ def evaluate(
     compute, env = compute or bind, {} if env is None else env
     env.update(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for equation in jaxpr.eqns:
-        outs = compute(equation, [read(env, atom) for atom in equation.invars])
+        outs = compute(equation, [lookup(env, atom) for atom in equation.invars])
         env.update(zip(equation.outvars, outs, strict=True))
-    return [read(env, atom) for atom in jaxpr.outvars]
+    return [lookup(env, atom) for atom in jaxpr.outvars]
 
 
-def read(env: dict[Var, Any], atom: Atom) -> Any:
+def lookup(env: dict[Var, Any], atom: Atom) -> Any:
     """Return what a variable holds, or the number that a literal is."""
     return atom.val if isinstance(atom, Literal) else env[atom]
 

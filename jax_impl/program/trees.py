@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 PyTree: TypeAlias = Any
+Function: TypeAlias = Callable[..., Any]  # of arguments that each one has of its own
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:

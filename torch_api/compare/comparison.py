@@ -14,7 +14,7 @@ from ...bridge.memory.trees import to_jax_tree
 from ...jax_impl.program.trees import PyTree
 from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf, largest_value
-from .jax_side import JaxSide, array_to_tensor, port, traced
+from .jax_side import JaxSide, from_numpy, port, traced
 from .locating import locate as locate_difference
 from .locating import tolerant
 from .mapping import Entry, leaf_paths
@@ -134,7 +134,7 @@ def compare(
 def _as_tensor(leaf: object) -> object:
     if isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
         try:
-            return array_to_tensor(as_numpy(leaf))
+            return from_numpy(as_numpy(leaf))
         except TypeError as error:
             raise TypeError(
                 f"args must be trees of tensors, or of arrays of numbers, got an array of dtype {leaf.dtype}: bind it, "

@@ -200,10 +200,10 @@ def _same_dtype(ours: object, one: np.dtype, two: np.dtype) -> bool:
 
 def _exact(array: np.ndarray) -> np.ndarray:
     """Return the numbers as wide as there is, whole ones as whole ones."""
-    return array.astype(np.int64) if array.dtype.kind in "iub" and array.dtype != np.uint64 else wide(array)
+    return array.astype(np.int64) if array.dtype.kind in "iub" and array.dtype != np.uint64 else double(array)
 
 
-def wide(array: np.ndarray) -> np.ndarray:
+def double(array: np.ndarray) -> np.ndarray:
     """Return the numbers in double precision."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 

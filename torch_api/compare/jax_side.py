@@ -15,24 +15,24 @@ import torch
 
 from ...bridge import as_jax
 from ...bridge.base.versions import enable_x64
-from ...bridge.memory.trees import Structure, to_jax_tree, to_torch_tree
+from ...bridge.derive.primitives import Arrays
+from ...bridge.memory.trees import Structure, is_tensor, to_jax_tree, to_torch_tree
 from ...jax_impl.program.trees import PyTree, flatten
 from . import mapping as mappings
 from .differences import Precision, as_numpy, compare_leaf
 from .mapping import Entry, Unmapped, is_parameter, leaf_paths
-from .programs import Mask, compiled, is_same, run, trace
+from .programs import Mask, compiled, is_same, probe, program_of
 from .proposing import propose_mapping
 from .report import Row
 from .runs import Widened
-from .torch_side import State, TorchSide, Weights, cast, floats, is_tensor
+from .torch_side import StateDict, TorchSide, Weights, cast, floats
 
 T = TypeVar("T")
-Arrays: TypeAlias = Sequence[jax.Array]
 Parameters: TypeAlias = dict[str, Any]  # by their paths, arrays or tensors
 
 
 @dataclasses.dataclass(frozen=True)
-class Results:
+class Outcome:
     """What a JAX function returned, with the masks that it drew and its program (None where it cannot be traced)."""
 
     outputs: PyTree
@@ -56,11 +56,11 @@ class JaxSide:
 
     name: str
     call: Callable[[Parameters, PyTree], PyTree]
-    parameters: Callable[[State, bool], Parameters]
+    parameters: Callable[[StateDict, bool], Parameters]
     variables: list[str]
     made_of: Mapping[str, Entry]
     given: Parameters = dataclasses.field(default_factory=dict)
-    _results: dict[bool, Results] = dataclasses.field(default_factory=dict)
+    _results: dict[bool, Outcome] = dataclasses.field(default_factory=dict)
 
     def scope(self, high: bool) -> contextlib.AbstractContextManager[None]:
         """Return a run's scope: an engine's results are torch's, which needs 64-bit types; a port's own are not."""
@@ -68,7 +68,7 @@ class JaxSide:
 
     def parameter_rows(self, ours: TorchSide) -> list[Row]:
         """Compare the caller's parameters with their sources."""
-        made = mappings.apply(self.made_of, ours.full({k: t.detach() for k, t in ours.state.items()}))
+        made = mappings.leaf_tensors(self.made_of, ours.full({k: t.detach() for k, t in ours.state.items()}))
         rows = []
         for path, value in self.given.items():
             if path in made:
@@ -94,19 +94,19 @@ class JaxSide:
 
         return flat, [jnp.asarray(as_numpy(x)) for x in (*parameters.values(), *tensors)]
 
-    def results(self, ours: TorchSide, high: bool) -> Results:
+    def results(self, ours: TorchSide, high: bool) -> Outcome:
         """Return the outputs, the masks that were drawn, and the program: computed once for each precision."""
         if high not in self._results:
             with self.scope(high):
                 flat, inputs = self.program(ours, high)
                 try:
-                    closed, structure = trace(flat, inputs)
+                    closed, structure = program_of(flat, inputs)
                 except jax.errors.JAXTypeError:  # it asks for values (NumPy, `if`): it runs as it is
-                    self._results[high] = Results(_arrays(flat(*inputs)), [], None, inputs)
+                    self._results[high] = Outcome(_arrays(flat(*inputs)), [], None, inputs)
                 else:
-                    values, masks, _ = run(closed, inputs)
+                    values, masks, _ = probe(closed, inputs)
                     outputs = structure.unflatten([as_numpy(value) for value in values])
-                    self._results[high] = Results(outputs, masks, closed, inputs)
+                    self._results[high] = Outcome(outputs, masks, closed, inputs)
         return self._results[high]
 
     def is_deterministic(self, ours: TorchSide) -> bool:
@@ -115,7 +115,7 @@ class JaxSide:
         with self.scope(False):
             flat, inputs = self.program(ours, False)
             if first.closed is not None:
-                return is_same(first.closed, trace(flat, inputs)[0])
+                return is_same(first.closed, program_of(flat, inputs)[0])
             again = jax.tree.leaves(_arrays(flat(*inputs)))
         return [x.tobytes() for x in again] == [x.tobytes() for x in jax.tree.leaves(first.outputs)]
 
@@ -207,7 +207,7 @@ class JaxSide:
         names = [n for n in state if floats(state[n])]
 
         def of(*values: torch.Tensor) -> dict[str, torch.Tensor]:
-            return mappings.apply(self.made_of, ours.full(state | dict(zip(names, values, strict=True))))
+            return mappings.leaf_tensors(self.made_of, ours.full(state | dict(zip(names, values, strict=True))))
 
         pushed: dict[str, torch.Tensor] = {}
         if names:
@@ -225,15 +225,13 @@ class JaxSide:
 
         JAX's gradients of complex numbers are the conjugates of torch's.
         """
-        grads = [
-            torch.from_numpy(np.conj(a)) if a.dtype.kind == "c" else array_to_tensor(a) for a in map(as_numpy, found)
-        ]
+        grads = [torch.from_numpy(np.conj(a)) if a.dtype.kind == "c" else from_numpy(a) for a in map(as_numpy, found)]
         count, labels = len(self.variables), ours.labels()
         pulled: dict[str, torch.Tensor] = {}
         if self.variables:
             state = {name: cast(tensor, high) for name, tensor in ours.state.items()}
             variables = [state[name].requires_grad_() for name in ours.trainable]
-            made = mappings.apply({p: self.made_of[p] for p in self.variables}, ours.full(state))
+            made = mappings.leaf_tensors({p: self.made_of[p] for p in self.variables}, ours.full(state))
             with torch.enable_grad():
                 reached = [(made[p], g.to(made[p])) for p, g in zip(self.variables, grads, strict=False)]
                 moving = [(m, g) for m, g in reached if m.requires_grad]
@@ -249,7 +247,7 @@ def _arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: as_numpy(jnp.asarray(leaf)), tree)
 
 
-def array_to_tensor(array: np.ndarray) -> torch.Tensor:
+def from_numpy(array: np.ndarray) -> torch.Tensor:
     """Return the array as a tensor of the same dtype, bfloat16 included."""
     if array.dtype.kind == "V" or array.dtype.name == "bfloat16":
         return torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16)
@@ -267,7 +265,7 @@ def traced(ours: TorchSide, engine: str) -> JaxSide:
 
         return JaxSide(engine, captured, lambda state, high: {}, [], {})
 
-    def torch_fun(state: State, args: PyTree) -> PyTree:
+    def torch_fun(state: StateDict, args: PyTree) -> PyTree:
         given = [leaf.dtype for leaf in jax.tree.leaves(to_jax_tree((state, args))) if is_tensor(leaf)]
         # The float64 run makes its own tensors float64, as the eager one does.
         wide = torch.float64 in given or torch.complex128 in given
@@ -305,9 +303,9 @@ def port(
     given = {p: v for p, v in values.items() if is_parameter(v) and not isinstance(v, jax.ShapeDtypeStruct)}
     empty = [p for p, v in values.items() if isinstance(v, jax.ShapeDtypeStruct) and p not in entries]
 
-    def parameters(state: State, high: bool) -> Parameters:
-        filled = mappings.apply({p: e for p, e in entries.items() if p not in given}, ours.full(state))
-        own = {p: cast(array_to_tensor(as_numpy(v)), high) for p, v in given.items()}
+    def parameters(state: StateDict, high: bool) -> Parameters:
+        filled = mappings.leaf_tensors({p: e for p, e in entries.items() if p not in given}, ours.full(state))
+        own = {p: cast(from_numpy(as_numpy(v)), high) for p, v in given.items()}
         return {p: (own | filled)[p] for p in paths if p in own or p in filled}
 
     def call(parameters: Parameters, args: PyTree) -> PyTree:

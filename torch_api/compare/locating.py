@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr
 
-from .differences import Precision, as_numpy, wide
-from .programs import run, unseen
+from .differences import Precision, as_numpy, double
+from .programs import probe, unseen
 from .report import Location
 from .runs import ModuleCall, Seen, before
 
@@ -58,7 +58,7 @@ class Values:
     def add(self, value: object) -> None:
         """Keep one value, if it may be searched for; without what is repeated along an axis, too."""
         if self.takes(value):
-            array = wide(np.asarray(value)).squeeze()
+            array = double(np.asarray(value)).squeeze()
             self._arrays[array.size].append(array)
             once = _once(array)
             if once.size < array.size and once.size in self._arrays:
@@ -180,7 +180,7 @@ def locate(calls: list[ModuleCall], closed: ClosedJaxpr, inputs: list[jax.Array]
     """
     everything = [_array(seen) for call in calls for seen in (*call.inputs, *call.outputs) if _is_float(seen)]
     values, returned = Values(everything), Values(everything)
-    results, _, taken = run(closed, inputs, values.takes)
+    results, _, taken = probe(closed, inputs, values.takes)
     for value in (*inputs, *closed.consts, *taken):
         values.add(value)
     for value in results:
@@ -295,7 +295,7 @@ def _is_trivial(array: np.ndarray) -> bool:
 
 
 def _array(seen: Seen) -> np.ndarray:
-    return wide(as_numpy(seen.value))
+    return double(as_numpy(seen.value))
 
 
 def _number(seen: Seen) -> tuple[np.ndarray, float]:

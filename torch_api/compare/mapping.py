@@ -108,7 +108,7 @@ def _key(entry: object) -> str:
     return str(entry)
 
 
-def apply(mapping: Mapping[str, Entry], state: State) -> dict[str, torch.Tensor]:
+def leaf_tensors(mapping: Mapping[str, Entry], state: State) -> dict[str, torch.Tensor]:
     """Return the tensor of each leaf by its path; differentiable.
 
     Raises:
@@ -126,7 +126,7 @@ def problems(mapping: Mapping[str, Entry], state: State, params: PyTree) -> list
         if path not in leaves:
             continue
         try:
-            made = tuple(apply({path: entry}, state)[path].shape)
+            made = tuple(leaf_tensors({path: entry}, state)[path].shape)
         except KeyError as error:
             found.append(f"the mapping takes {path!r} from {error}, which the state dict lacks")
             continue

@@ -44,7 +44,7 @@ class Mask:
     probability: float | None
 
 
-def trace(fun: Callable[..., PyTree], inputs: Sequence[jax.Array]) -> tuple[ClosedJaxpr, jax.tree_util.PyTreeDef]:
+def program_of(fun: Callable[..., PyTree], inputs: Sequence[jax.Array]) -> tuple[ClosedJaxpr, jax.tree_util.PyTreeDef]:
     """Return the program of a function on these inputs, traced anew, and the structure of its results."""
     closed, shapes = jax.make_jaxpr(lambda *inputs: fun(*inputs), return_shape=True)(*inputs)
     return closed, jax.tree.structure(shapes)
@@ -67,7 +67,7 @@ def compiled(fun: Callable[..., T]) -> Callable[..., T]:
     return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def evaluate(closed: ClosedJaxpr, inputs: Sequence[jax.Array], see: See) -> list[jax.Array]:
+def interpret(closed: ClosedJaxpr, inputs: Sequence[jax.Array], see: See) -> list[jax.Array]:
     """Run a program one operation after another, and show each with its inputs and outputs.
 
     Operations whose results nothing uses are left out, as XLA does: they are not what the function computes.
@@ -90,7 +90,7 @@ def _run(equation: JaxprEqn, values: list[jax.Array], see: See) -> list[jax.Arra
         return _run_scan(parameters, values, see)
     inner = called(equation)
     if inner is not None and not _is_draw(equation):
-        return evaluate(inner, values, see)
+        return interpret(inner, values, see)
     return bind(equation, values)
 
 
@@ -100,7 +100,7 @@ def _run_scan(parameters: dict[str, Any], values: list[jax.Array], see: See) -> 
     steps = range(parameters["length"])
     rows: list[tuple[int, list[jax.Array]]] = []
     for i in reversed(steps) if parameters["reverse"] else steps:
-        outputs = evaluate(parameters["jaxpr"], [*fixed, *carry, *(x[i] for x in slices)], see)
+        outputs = interpret(parameters["jaxpr"], [*fixed, *carry, *(x[i] for x in slices)], see)
         carry = outputs[:carries]
         rows.append((i, outputs[carries:]))
     if not rows:
@@ -128,7 +128,7 @@ def equations(closed: ClosedJaxpr) -> Iterator[JaxprEqn]:
             yield from equations(inner)
 
 
-def run(
+def probe(
     closed: ClosedJaxpr, inputs: Sequence[jax.Array], wanted: Callable[[jax.Array], bool] = lambda value: False
 ) -> tuple[list[jax.Array], list[Mask], list[jax.Array]]:
     """Run a program, compiled, and take out what it computes on the way.
@@ -152,7 +152,7 @@ def run(
                 floats = [v for v in values if jnp.issubdtype(jnp.result_type(v), np.floating)]
                 drawn.append((outputs[0], jnp.ravel(floats[0])[0] if floats else jnp.nan))
 
-        return evaluate(closed, inputs, see), drawn, taken
+        return interpret(closed, inputs, see), drawn, taken
 
     results, drawn, taken = compiled(whole)(*inputs)
     masks = [Mask(np.asarray(m), None if np.isnan(p) else float(p)) for m, p in drawn]
@@ -160,7 +160,7 @@ def run(
 
 
 def unseen(closed: ClosedJaxpr) -> list[str]:
-    """Return the loops and conditionals that :func:`evaluate` takes as one operation, each with its line."""
+    """Return the loops and conditionals that :func:`interpret` takes as one operation, each with its line."""
     found = []
     for equation in equations(closed):
         name = equation.primitive.name

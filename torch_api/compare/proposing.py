@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...jax_impl.program.trees import PyTree
-from .differences import wide
+from .differences import double
 from .mapping import Parameter, ParameterMapping, Source, State, is_parameter, leaf_paths, named_tensors
 from .naming import kind, likeness, words
 
@@ -224,7 +224,7 @@ def _siblings(state: State) -> dict[str, list[str]]:
 
 def _given(leaf: Parameter) -> np.ndarray | None:
     """Return the numbers of a leaf; None for a shape alone."""
-    return None if isinstance(leaf, jax.ShapeDtypeStruct) else wide(np.asarray(leaf))
+    return None if isinstance(leaf, jax.ShapeDtypeStruct) else double(np.asarray(leaf))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray | None:

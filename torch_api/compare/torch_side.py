@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import torch
 
-from ...bridge.memory.trees import Structure, to_jax_tree, to_torch_tree
+from ...bridge.memory.trees import Structure, is_tensor, to_jax_tree, to_torch_tree
 from ...jax_impl.program.trees import PyTree
 from . import mapping as mappings
 from .mapping import leaf_paths
 from .runs import Draws, ModuleCall, Recorded, Watching, Widened, after
 
-State = dict[str, torch.Tensor]
+StateDict = dict[str, torch.Tensor]
 Weights = list[np.ndarray | None]  # of each output leaf, None where it holds no floats
 
 Positions: TypeAlias = int | Sequence[int] | None
@@ -31,11 +31,6 @@ def cast(tensor: torch.Tensor, high: bool) -> torch.Tensor:
     elif dtype.is_complex:
         dtype = torch.complex128 if high else torch.complex64
     return tensor.detach().to(dtype, copy=True)
-
-
-def is_tensor(leaf: object) -> bool:
-    """Tell whether a leaf is a torch tensor."""
-    return isinstance(leaf, torch.Tensor)
 
 
 def floats(tensor: torch.Tensor) -> bool:
@@ -58,9 +53,9 @@ class TorchSide:
         batch: the tensors of ``args`` that hold a batch, by number.
     """
 
-    call: Callable[[State, PyTree], PyTree]
+    call: Callable[[StateDict, PyTree], PyTree]
     module: torch.nn.Module | None
-    state: State
+    state: StateDict
     aliases: dict[str, str]
     trainable: list[str]
     args: PyTree
@@ -128,7 +123,7 @@ class TorchSide:
         paths = [path for path, leaf in leaf_paths(self.args) if is_tensor(leaf)]
         return [*self.trainable, *(f"argument {paths[n]}" for n in self.chosen)]
 
-    def full(self, state: State) -> State:
+    def full(self, state: StateDict) -> StateDict:
         """Return the state under all its names."""
         return {name: state[canonical] for name, canonical in self.aliases.items()}
 

@@ -12,7 +12,7 @@ from helpers import marked
 from microbatching_cases import data
 
 from microtome.jax_impl import chunked_vmap, clipped_grad, hessian, jacobian, micro_grad, microbatch
-from microtome.jax_impl.program.convolutions import channels_last, run
+from microtome.jax_impl.program.convolutions import channels_last, run_fast
 from microtome.torch_api import as_jax
 
 KINDS = {
@@ -177,7 +177,7 @@ OF_MANY_EXAMPLES = {
 def bound(fun, *args):
     """The outputs of a function, its equations computed by ``bind``."""
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shape), run(closed, *args))
+    return jax.tree.unflatten(jax.tree.structure(shape), run_fast(closed, *args))
 
 
 def close(found, want):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers_ported import EqxTransformer, make_transformer, plain_params, scanned_params, shapes_of
 
 from microtome import torch_api as mt
-from microtome.torch_api.compare.mapping import apply, named_tensors
+from microtome.torch_api.compare.mapping import leaf_tensors, named_tensors
 
 shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
 
@@ -57,7 +57,7 @@ def test_projections_that_the_port_fuses() -> None:
     mapping = mt.propose_mapping(module, params)
     assert str(mapping["qkv.bias"]) == "q_proj.bias, k_proj.bias, v_proj.bias; concatenated along axis 0"
     assert mapping["qkv.kernel"].concat == 1
-    made = apply(mapping, named_tensors(module))
+    made = leaf_tensors(mapping, named_tensors(module))
     assert torch.equal(made["qkv.kernel"][:, 4:8], module["k_proj"].weight.T)
     assert torch.equal(made["out.kernel"], module["o_proj"].weight.T)
 
@@ -67,7 +67,7 @@ def test_a_transformer(kind: str) -> None:
     model = make_transformer()
     values = {"plain": plain_params(model), "scanned": scanned_params(plain_params(model))}
     params = values.get(kind, EqxTransformer())
-    made = apply(mt.propose_mapping(model, shapes_of(params)), named_tensors(model))
+    made = leaf_tensors(mt.propose_mapping(model, shapes_of(params)), named_tensors(model))
     if kind == "equinox":  # its names are torch's but for a few
         assert torch.equal(made["blocks.1.attn.query_proj.weight"], model.blocks[1].attn.q.weight)
         assert torch.equal(made["blocks.0.attn.output_proj.bias"], model.blocks[0].attn.o.bias)
