@@ -43,14 +43,15 @@ def global_norm(tree: PyTree) -> jax.Array:
 def clip_by_global_norm(max_norm: PyTree, *, nan_safe: bool = True) -> Callable[[PyTree], PyTree]:
     """Scale gradients down to a norm of at most ``max_norm``.
 
-    Equivalent to ``lambda g: jax.tree.map(lambda x: x * min(1, max_norm / global_norm(g)), g)`` on one example's
-    gradients. As ``transform_fn`` of :func:`micro_grad` it takes the factored path of :func:`clipped_grad`.
+    Equivalent to ``lambda g: jax.tree.map(lambda x: x * jnp.minimum(1, max_norm / global_norm(g)), g)`` on one
+    example's gradients. As ``transform_fn`` of :func:`micro_grad` it takes the factored path of :func:`clipped_grad`.
 
     Args:
         max_norm: A positive number or an array of shape ``()``, which may be traced: a changing norm does not compile
             anew (a traced one that is not positive gives NaN). Or a tree of these that is a prefix of the gradients'
             tree: each part is clipped by itself.
-        nan_safe: Gradients whose norm is not finite become zero, so that one bad example spoils nothing.
+        nan_safe: Gradients whose norm is not finite become zero, so that one bad example spoils nothing; without it a
+            norm of NaN makes all of them NaN.
 
     Returns:
         A function of a gradient tree. Norms are computed in at least float32; dtypes are kept, and integer leaves too.
@@ -161,7 +162,7 @@ def clipped(
             )
         norm = jnp.asarray(norm, length.dtype)
         length = length + _of_what_is_flushed(part, length.dtype)
-        above = length > norm
+        above = length > norm if nan_safe else ~(length <= norm)  # NaN, where nothing else would clip its example
         # Where a norm is inf, so that inf / inf never occurs; and no division by zero, which a derivative would see.
         divisor = jnp.where(above, length, 1)
         scale = jnp.where(above, 1 / divisor, 1 / norm) if unit else jnp.where(above, norm / divisor, 1)

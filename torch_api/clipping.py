@@ -47,7 +47,7 @@ def clip_by_global_norm(max_norm: float | torch.Tensor, *, nan_safe: bool = True
     Args:
         max_norm: a positive number, or a tensor ``[]``: it is read at each call, so a clip norm that adapts does not
             compile anew.
-        nan_safe: gradients whose norm is not finite become zero.
+        nan_safe: gradients whose norm is not finite become zero; without it a norm of NaN makes all of them NaN.
 
     Raises:
         TypeError, ValueError: ``max_norm`` is no number, or not positive.
@@ -62,7 +62,7 @@ def clip_by_global_norm(max_norm: float | torch.Tensor, *, nan_safe: bool = True
     def transform(grads: PyTree) -> PyTree:
         norm = global_norm(grads)
         bound = max_norm if isinstance(max_norm, torch.Tensor) else norm.new_tensor(float(max_norm))
-        above = norm > bound
+        above = norm > bound if nan_safe else ~(norm <= bound)  # NaN, where nothing else would clip its example
         scale = torch.where(above, bound / torch.where(above, norm, 1), 1)
         scale = torch.where(bound > 0, scale, math.nan)  # rather than gradients that were not clipped
         return _scaled(grads, scale, torch.isfinite(norm) if nan_safe else None)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..program.sums import wide
 from .dense import einsum, is_direct
 from .merging import FEW, merged
-from .terms import Factor, Label, Term, Windows, is_half, narrowed
+from .terms import Factor, Label, Term, Windows, is_half, narrowed, unit_sized
 
 
 def centred(terms: Sequence[Term], dtype: Any) -> tuple[Term, ...]:
@@ -43,6 +43,10 @@ def _centred(term: Term, dtype: Any) -> list[Term]:
         widened = [dataclasses.replace(f, array=f.array.astype(wide(f.array.dtype))) for f in term.factors]
         term = term.replace(factors=tuple(widened))
     pair = max(pairs, key=lambda pair: math.prod(term.sizes[x] for x in pairs[pair]))
+    others = {i: unit_sized(f) for i, f in enumerate(term.factors) if i not in pair}
+    sizes = [size for _, size in others.values() if size is not None]
+    factors = tuple(others[i][0] if i in others else f for i, f in enumerate(term.factors))
+    term = term.replace(factors=factors, scale=(*term.scale, *sizes))
     # A short axis may be that of what is compared, row by row.
     short = [[x] for x in pairs[pair] if term.sizes[x] <= FEW]
     long = [x for x in pairs[pair] if term.sizes[x] > FEW]
@@ -62,7 +66,8 @@ def _apart(term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequ
 
     Rows of both are brought to about the same size first, so that none loses digits beside a larger one whose partner
     is smaller; the direction is that of these sizes, so that of rows with an offset nothing is left but what they
-    differ in. All sizes are powers of two, which round nothing: then rows of one size lose the very same.
+    differ in. All sizes are powers of two, which round nothing: then rows of one size lose the very same. The factors
+    themselves are brought to entries of about 1, for their products with one another.
     """
     # Without axes of length 1, which XLA would take off for the norm alone, in a second copy.
     rest = [narrowed(f, term) for f in term.factors]
@@ -70,8 +75,10 @@ def _apart(term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequ
     axes = tuple(met.index(x) for x in shared)
     # A factor that all examples share stays one array: then the direction is that of its rows, in its own size.
     shares = [i for i in pair if not rest[i].batched]
-    sized = pair if len(shares) != 1 else shares * 2
-    one, two = (_exponents(rest[i], met, axes, dtype) for i in sized)
+    sizes = {i: _sizes(rest[i], met, dtype) for i in pair}
+    one, two = (_exponents(sizes[i], axes) for i in (pair if len(shares) != 1 else shares * 2))
+    limit = jnp.finfo(dtype).maxexp - 3
+    whole = {i: jnp.clip(jnp.frexp(jnp.max(sizes[i]))[1], -limit, limit) for i in pair}
     ends = jnp.max(one + two, axes, keepdims=True)
     power = lambda exponent: jnp.ldexp(jnp.ones((), jnp.finfo(dtype).dtype), exponent)
     direction = power(one + two - ends)
@@ -80,19 +87,21 @@ def _apart(term: Term, pair: tuple[int, ...], met: Sequence[Label], shared: Sequ
     for i, stretch in zip(pair, (power(two - one), power(one - two)), strict=True):
         f = rest[i]
         # As a product, for which XLA writes out no array of this size.
-        weights = Factor((direction * stretch).astype(dtype), tuple(met), f.batched)
+        down, up = power(jnp.minimum(-whole[i], 0)), power(jnp.maximum(-whole[i], 0))
+        weights = Factor((direction * stretch * down).astype(dtype), tuple(met), f.batched)
         left = tuple(x for x in f.labels if x not in shared)
-        total = Factor(einsum([weights, f], left, term.sizes, dtype, jax.lax.Precision.HIGHEST), left, f.batched)
+        total = Factor(einsum([weights, f], left, term.sizes, dtype, jax.lax.Precision.HIGHEST) * up, left, f.batched)
         mean = dataclasses.replace(total, array=total.array / _along(jnp.squeeze(length, axes), total, apart))
         means[i] = mean if i == pair[0] else total
         common = jnp.expand_dims(mean.array, [f.labels.index(x) for x in shared])
-        array = f.array * _along(stretch, f, met) - common * _along(direction, f, met)
+        array = f.array * _along(stretch, f, met) * down * up - common * _along(direction, f, met)
         rest[i] = dataclasses.replace(f, array=array)
-    return [term.replace(factors=tuple(factors), centred=True) for factors in (rest, means)]
+    scale = (*term.scale, *(Factor(power(whole[i]), (), rest[i].batched) for i in pair))
+    return [term.replace(factors=tuple(factors), scale=scale, centred=True) for factors in (rest, means)]
 
 
-def _exponents(f: Factor, met: Sequence[Label], axes: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return the size of each row of a factor as a power of four of the largest one's, ``[met]``."""
+def _sizes(f: Factor, met: Sequence[Label], dtype: Any) -> jax.Array:
+    """Return the largest entry of each row of a factor, ``[met]``."""
     array, own = f.array.astype(dtype), tuple(i for i, x in enumerate(f.labels) if x not in met)
     if jnp.iscomplexobj(array):
         sizes = jnp.max(jnp.abs(array), own)
@@ -100,7 +109,11 @@ def _exponents(f: Factor, met: Sequence[Label], axes: tuple[int, ...], dtype: An
         sizes = jnp.maximum(jnp.max(array, own), -jnp.min(array, own))
     sizes = jax.lax.optimization_barrier(sizes)  # else it would take the largest of all from the array again
     kept = [x for x in f.labels if x in met]
-    sizes = jax.lax.stop_gradient(sizes.transpose([kept.index(x) for x in met]))
+    return jax.lax.stop_gradient(sizes.transpose([kept.index(x) for x in met]))
+
+
+def _exponents(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return each size as a power of four of the largest one's along these axes."""
     largest = jnp.max(sizes, axes, keepdims=True)
     exponents = jnp.round(jnp.log2(sizes / jnp.where(largest == 0, 1, largest)) / 2)
     return jnp.clip(exponents, -60, 0).astype(jnp.int32)

@@ -15,7 +15,7 @@ import numpy as np
 from ..program.sums import wide
 from .centring import centred
 from .dense import einsum, entries_of, is_direct, scaled
-from .terms import Factor, Label, Places, Term, expanded, invertible, matched, new_label, read_at, working
+from .terms import Factor, Label, Places, Term, expanded, matched, new_label, read_at, unit_sized, working
 from .windows import over_taps
 
 
@@ -28,7 +28,9 @@ def squared_norm(terms: Sequence[Term], dtype: Any) -> jax.Array:
     if found is not None:
         return jnp.sum(found[0])
     terms = [t.replace(factors=tuple(expanded(t.factors))) for t in terms]
-    terms = [balanced(t) for t in centred(terms, dtype)]
+    terms = centred(terms, dtype)
+    if len(terms) > 1 or not is_direct(terms[0]) or _has_unusual_scale(terms[0]):
+        terms = [balanced(t) for t in terms]
     total = jnp.zeros((), dtype)
     for i, a in enumerate(terms):
         total = total + _masked(self_inner(a, dtype), a.mask)
@@ -183,19 +185,19 @@ def _summed(term: Term) -> dict[Label, int]:
 
 
 def balanced(term: Term) -> Term:
-    """Bring the factors of a scaled term to entries up to 1: what is scaled up or down might not be squared without."""
-    usual = lambda x: not isinstance(x, jax.core.Tracer) and 1e-6 < abs(float(x)) < 1e6
-    if all(usual(f.array) for f in term.scale):
+    """Bring factors to entries up to 1: their own squares may leave the range in which those of the product are."""
+    several = sum(f.array.dtype != jnp.bool_ for f in term.factors) > 1
+    if term.centred or not (several or _has_unusual_scale(term)):
         return term
-    factors, sizes = [], []
-    for f in term.factors:
-        if f.array.dtype != jnp.bool_ and f.array.size:
-            array = f.array.astype(wide(f.array.dtype))
-            size = invertible(jnp.max(jnp.abs(array)))
-            sizes.append(Factor(size, (), f.batched))
-            f = dataclasses.replace(f, array=array / size)
-        factors.append(f)
-    return term.replace(factors=tuple(factors), scale=(*term.scale, *sizes))
+    found = [unit_sized(f) for f in term.factors]
+    return term.replace(
+        factors=tuple(f for f, _ in found), scale=(*term.scale, *(size for _, size in found if size is not None))
+    )
+
+
+def _has_unusual_scale(term: Term) -> bool:
+    usual = lambda x: not isinstance(x, jax.core.Tracer) and 1e-6 < abs(float(x)) < 1e6
+    return not all(usual(f.array) for f in term.scale)
 
 
 def _masked(value: jax.Array, mask: Any) -> jax.Array:

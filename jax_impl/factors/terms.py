@@ -217,6 +217,15 @@ def invertible(size: jax.Array) -> jax.Array:
     return jnp.where(size >= tiny, jnp.minimum(size, 0.25 / tiny), 1)
 
 
+def unit_sized(f: Factor) -> tuple[Factor, Factor | None]:
+    """Return a factor with entries up to 1, and the number that it was divided by; None for one of flags."""
+    if f.array.dtype == jnp.bool_ or not f.array.size:
+        return f, None
+    array = f.array.astype(wide(f.array.dtype))
+    size = invertible(jnp.max(jnp.abs(array)))
+    return dataclasses.replace(f, array=array / size), Factor(size, (), f.batched)
+
+
 def working(terms: Sequence[Term], dtype: Any) -> Any:
     """Return the dtype to compute terms of an array of this dtype in: no narrower than what they are made of."""
     parts = [wide(f.array.dtype) for t in terms for f in (*t.factors, *t.scale) if f.array.dtype != jnp.bool_]

@@ -648,6 +648,54 @@ def test_the_bound_holds_at_the_ends_of_the_range(kind, scaled, dtype, largest):
     assert float(jnp.linalg.norm(jnp.asarray(grads, jnp.float32))) <= 3.03
 
 
+_CONVOLVED = lambda w, x: jax.lax.conv(x[:, None], w, (1,), "VALID")
+# By name: the rows of an example's inputs and cotangents, and a loss of a weight [6, 5], or [6, 1, 3] to convolve with.
+FACTORED = {
+    "a row": (1, lambda w, x, d: jnp.sum((x @ w) * d)),
+    "a few rows": (3, lambda w, x, d: jnp.sum((x @ w) * d)),
+    "many rows": (60, lambda w, x, d: jnp.sum((x @ w) * d)),
+    "used twice": (2, lambda w, x, d: jnp.sum((x @ w) * d) + jnp.sum((d @ w.T) * x)),
+    "a product by itself": (1, lambda w, x, d: (x @ w @ d.T)[0, 0]),
+    "a third factor": (40, lambda w, x, d: jnp.sum((x @ (w * jnp.arange(1.0, 6.0))) * d)),
+    "looked up": (4, lambda w, x, d: jnp.sum(w[jnp.array([0, 2, 5, 2])] * d) * x[0, 0]),
+    "convolution": (4, lambda w, x, d: jnp.sum(_CONVOLVED(w, x) * d[:, :1, None])),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, _SLOW(jnp.bfloat16)])
+@pytest.mark.parametrize("by", ["clipped_grad", _SLOW("a norm by hand")])
+@pytest.mark.parametrize("name", [k if k in ("a row", "many rows", "used twice") else _SLOW(k) for k in FACTORED])
+def test_factors_whose_own_squares_leave_the_range(name, by, dtype):
+    """The gradient's do not: inputs of one end of the range meet cotangents of the other."""
+    rows, loss = FACTORED[name]
+    rng = np.random.default_rng(0)
+    sizes = jnp.asarray([1e-20, 1e18, 1e-25, 1e25, 1e-30, 1e30, 1.0], jnp.float32)[:, None, None]
+    x, d = (jnp.asarray(rng.normal(size=(7, rows, n)) * s, dtype) for n, s in ((6, sizes), (5, 1 / sizes)))
+    w = jnp.ones((6, 1, 3) if name == "convolution" else (6, 5), dtype)
+    real = lambda w, b: loss(w, *b).astype(jnp.float32)
+    if by == "clipped_grad":
+        grads, aux = clipped_grad(real, l2_clip_norm=0.1, return_grad_norms=True, keep_batch_dim=False)(w, (x, d))
+        norms = aux.grad_norms
+    else:
+        clip = lambda g: g * jnp.minimum(1, 0.1 / jnp.sqrt(jnp.sum(g**2)))
+        grads, aux = micro_grad(real, transform_fn=clip, metrics_fn=norm, keep_batch_dim=False)(w, (x, d))
+        norms = aux.metrics
+    want, right = expected(jax.vmap(jax.grad(real), (None, 0))(w, (x, d)), 0.1)
+    tolerance = 0.05 if dtype == jnp.bfloat16 else 1e-4
+    np.testing.assert_allclose(norms, right, rtol=tolerance)
+    scale = float(jnp.max(jnp.abs(want)))
+    np.testing.assert_allclose(np.asarray(grads, float), np.asarray(want, float), atol=tolerance * scale, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_without_nan_safe_no_entry_passes_unclipped(bad, shape):
+    grads = {"w": jnp.full(shape, 100.0).at[(0,) * len(shape)].set(bad), "b": jnp.ones(2)}
+    found = clip_by_global_norm(1.0, nan_safe=False)(grads)
+    by_hand = jax.tree.map(lambda g: g * jnp.minimum(1, 1 / global_norm(grads)), grads)
+    assert_same(found, by_hand)
+
+
 @pytest.mark.parametrize(
     "number", [jnp.int8(100), jnp.uint8(200), jnp.int32(50_000), jnp.float16(60_000), jnp.bfloat16(3)]
 )
