@@ -40,12 +40,24 @@ def apply(flat: Flat, key: Draw, tensors: Sequence[torch.Tensor]) -> Sequence[to
     if outer is not None:
         tensors = [outer.stand_in(ti.substituted(t)) for t in tensors]
     if is_transformed(tensors):
+        apart = _written_apart(flat)
+        with ti.temporarily_clear_interpreter_stack():
+            tensors = [t.clone() if i in apart else t for i, t in enumerate(tensors)]
         return _Transformed.apply(flat, key, *tensors)
     program = find_program(flat, tensors)
     if any(program.need):
         tensors = [t.detach() if _is_apart(flat, program, i, t) else t for i, t in enumerate(tensors)]
         return _present(program, _Differentiable.apply(flat, program, key, *tensors))
     return _present(program, program.forward(key, tensors)[0])
+
+
+def _written_apart(flat: Flat) -> set[int]:
+    """Return which inputs a call writes to while its derivatives start from copies, which have what stood there."""
+    root = flat.root
+    if flat is not root or root.outline is None or recording() is not None:
+        return set()
+    plain = lambda t: not (ti.is_functorch_wrapped_tensor(t) or t.requires_grad)
+    return {i for i in root.outline.mutated if plain(root.inputs[i])}
 
 
 def _is_apart(flat: Flat, program: Program, i: int, tensor: torch.Tensor) -> bool:
@@ -196,7 +208,9 @@ class _Transformed(torch.autograd.Function):
     def forward(flat: Flat, key: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outer = recording()
         if outer is None:
-            return tuple(find_program(flat, tensors).forward(key, tensors)[0])
+            apart = _written_apart(flat)
+            written = [flat.root.inputs[i] if i in apart else t for i, t in enumerate(tensors)]
+            return tuple(find_program(flat, tensors).forward(key, tensors, written)[0])
         call = _Call(flat)
         return tuple(outer.recorder.call(call, tensors, call.results(tensors), key))
 

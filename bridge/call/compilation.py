@@ -153,13 +153,15 @@ class Program:
             return []
         return independent(traced.jaxpr, flat.first_cotangent + 1)[: len(traced.out_info[0])]
 
-    def forward(self, key: Draw, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[jax.Array]]:
-        """Outputs and residuals; buffers are updated."""
+    def forward(
+        self, key: Draw, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor] | None = None
+    ) -> tuple[list[torch.Tensor], list[jax.Array]]:
+        """Outputs and residuals; buffers are updated, of the inputs or of those ``written`` in their place."""
         with enable_x64():
             outputs, updates, residuals = self._forward(key, *tensors_to_arguments(tensors))  # type: ignore[misc]
             made = [array_to_tensor(o) for o in outputs]
             for i, value in zip(self.mutated, updates, strict=True):
-                assign(tensors[i], array_to_tensor(value), i in self.outline.moved)
+                assign((written or tensors)[i], array_to_tensor(value), i in self.outline.moved)
         return made, residuals
 
     def backward(

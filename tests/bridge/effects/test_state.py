@@ -20,6 +20,7 @@ import pytest
 import torch
 from helpers import crossed, tensors_in, through
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as torch_pytree
 
 from microtome import torch_api as mt
@@ -1053,6 +1054,42 @@ def test_what_a_backward_pass_writes_is_refused_by_name() -> None:
             as_torch(as_jax(fun))(x).sum().backward()
     assert not kept
     assert not block[1].num_batches_tracked
+
+
+def _added_to(b: torch.Tensor) -> Any:
+    return lambda x: (b.add_(1), x * x * b)[1]
+
+
+def _partly_written_to(b: torch.Tensor) -> Any:
+    return lambda x: (b[1:].mul_(2).add_(1), x * x * b)[1]
+
+
+def _given_other_data(b: torch.Tensor) -> Any:
+    return lambda x: (setattr(b, "data", b + 1), x * x * b)[1]
+
+
+@pytest.mark.parametrize("make", [_added_to, _partly_written_to, _given_other_data])
+def test_derivatives_that_start_from_the_inputs_read_what_the_call_has_read(make: Any) -> None:
+    """Forward mode and ``torch.func``, beside a call that writes in place to what it captures."""
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    buffers = [torch.zeros(3, dtype=torch.float64) for _ in range(2)]
+    plain, call = make(buffers[0]), as_torch(as_jax(make(buffers[1])))
+    for _ in range(2):
+        found = []
+        for fun in (plain, call):
+            with forward_ad.dual_level():
+                found.append(tuple(forward_ad.unpack_dual(fun(forward_ad.make_dual(x, x)))))
+        torch.testing.assert_close(found[1], found[0])
+        torch.testing.assert_close(buffers[1], buffers[0])
+    for transformed in (
+        lambda: torch.func.jvp(call, (x,), (torch.ones_like(x),))[1],
+        lambda: torch.func.vjp(call, x)[1](torch.ones_like(x))[0],
+        lambda: torch.func.grad(lambda x: call(x).sum())(x),
+        lambda: torch.func.jacfwd(call)(x).diag(),
+    ):
+        y = plain(x)
+        torch.testing.assert_close(transformed(), 2 * y / x)
+        torch.testing.assert_close(buffers[1], buffers[0])
 
 
 def test_tensors_that_share_memory_are_not_written_to_as_two() -> None:
