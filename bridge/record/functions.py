@@ -183,7 +183,8 @@ def lstsq(input: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = N
     cutoff = {"rtol": rcond} if rcond is not None and driver != "gels" else {}
     is_vector = B.dim() == 1 or (B.dim() == input.dim() - 1 and B.shape == input.shape[:-1])
     right = B.unsqueeze(-1) if is_vector else B
-    solution = torch.linalg.pinv(input, **cutoff) @ right
+    with torch.autocast(input.device.type, enabled=False):  # torch's kernel multiplies by no matrix
+        solution = torch.linalg.pinv(input, **cutoff) @ right
     none = torch.empty(0, dtype=input.real.dtype, device=input.device)
     residuals, rank, values = none, torch.empty(0, dtype=torch.int64, device=input.device), none
     if driver == "gels" and rows > columns:
@@ -305,13 +306,25 @@ def refuse_sparse(*args: object, **kwargs: object) -> NoReturn:
     )
 
 
+def _autocast(x: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast lets a kernel of torch multiply such a tensor by a matrix."""
+    kind = x.device.type
+    casts = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if casts else x.dtype
+
+
+def _multiplying(fun: Function, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute what a kernel ends with a product of matrices for, which autocast sees there and not in a recording."""
+    return fun(*args, **kwargs).to(_autocast(args[0] if args else next(iter(kwargs.values()))))
+
+
 def lstm(input: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
     """Compute a layer's LSTM; on a CPU autocast knows torch's whole kernel, which takes no projections."""
     plain: Any = _VF.lstm
+    dtype = _autocast(input)
     is_kernels = input.is_cpu and input.dtype == torch.float32 and state[0].shape == state[1].shape
-    if not (is_kernels and torch.is_autocast_enabled("cpu") and input.numel()):
+    if dtype == input.dtype or not is_kernels or not input.numel():
         return plain(input, state, weights, *options)
-    dtype = torch.get_autocast_dtype("cpu")
     (x,), *rest = [[v.to(dtype).float() for v in given] for given in ([input], state, weights)]
     with torch.autocast("cpu", enabled=False):  # the kernel sums in float32
         return tuple(v.to(dtype) for v in plain(x, *rest, *options))
@@ -358,6 +371,10 @@ REPLACEMENTS: dict[object, Function] = {
     torch._C._nn.hardsigmoid_: functools.partial(hardsigmoid, inplace=True),
     F.one_hot: one_hot,
     _VF.lstm: lstm,
+    **{
+        fun: functools.partial(_multiplying, fun)
+        for fun in (torch.linalg.pinv, F.affine_grid, torch.affine_grid_generator)
+    },
     torch._is_all_true: is_all_true,
     torch.Tensor.item: item,
     torch.Tensor.__setitem__: setitem,

@@ -81,6 +81,33 @@ def test_an_lstm_under_autocast(dtype: torch.dtype, options: dict[str, Any]) -> 
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "fun",
+    [
+        *(torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse),
+        lambda x: torch.linalg.pinv(x @ x.T + torch.eye(3), hermitian=True),
+        lambda x: F.affine_grid(x[None, :2], [1, 1, 2, 2], align_corners=False),
+        lambda x: torch.affine_grid_generator(x[None, :2], [1, 1, 2, 2], True),
+        lambda x: torch.linalg.lstsq(x, x[:, :2]).solution,
+        lambda x: torch.linalg.lstsq(x, x[:, 0], driver="gels").solution,
+    ],
+)
+def test_what_kernels_multiply_under_autocast(dtype: torch.dtype, fun: Any) -> None:
+    """By matrices: in its dtype, whatever the recording sees of it."""
+
+    def autocast(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return fun(x)
+
+    for wide in (torch.float32, torch.float64):
+        x = data(3, 3, dtype=wide)
+        got, expected = as_torch(as_jax(autocast))(x), autocast(x)
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+        assert as_torch(as_jax(fun))(x).dtype == wide
+
+
 def test_a_program_that_torch_exported() -> None:
     """It keeps tensors without data, of its shapes."""
     layer, x = torch.nn.Linear(3, 2), data(4, 3)
