@@ -315,7 +315,8 @@ def _autocast(x: Tensor) -> torch.dtype:
 
 def _multiplying(fun: Function, *args: Any, **kwargs: Any) -> Tensor:
     """Compute what a kernel ends with a product of matrices for, which autocast sees there and not in a recording."""
-    return fun(*args, **kwargs).to(_autocast(args[0] if args else next(iter(kwargs.values()))))
+    given = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+    return fun(*args, **kwargs).to(_autocast(given))
 
 
 def lstm(input: Tensor, state: Sequence[Tensor], weights: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:

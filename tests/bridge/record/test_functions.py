@@ -87,12 +87,13 @@ def test_an_lstm_under_autocast(dtype: torch.dtype, options: dict[str, Any]) -> 
     [
         *(torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse),
         lambda x: torch.linalg.pinv(x @ x.T + torch.eye(3), hermitian=True),
-        lambda x: F.affine_grid(x[None, :2], [1, 1, 2, 2], align_corners=False),
+        lambda x: F.affine_grid(size=[1, 1, 2, 2], theta=x[None, :2], align_corners=False),
         lambda x: torch.affine_grid_generator(x[None, :2], [1, 1, 2, 2], True),
         lambda x: torch.linalg.lstsq(x, x[:, :2]).solution,
         lambda x: torch.linalg.lstsq(x, x[:, 0], driver="gels").solution,
     ],
 )
+@pytest.mark.filterwarnings("ignore:.* has been compiled 32 times")
 def test_what_kernels_multiply_under_autocast(dtype: torch.dtype, fun: Any) -> None:
     """By matrices: in its dtype, whatever the recording sees of it."""
 
