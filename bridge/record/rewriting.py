@@ -3,7 +3,8 @@
 XLA simplifies as if numbers were real: ``(a / b) / c`` becomes ``a / (b * c)``, which overflows where torch's form does
 not, ``log(exp(a))`` becomes ``a``, ``(a + 1) - 1`` becomes ``a``. It does so where one op reads the other, so the value
 between them goes through an optimization barrier, which stands until the simplifier is done. On CPU it is gone before
-operations are fused, and costs nothing; on GPU it parts two fusions, so pairs that only round in another way are left.
+operations are fused, and costs nothing, up to jax 0.10 (``bridge/base/versions.py`` has what later ones need); on GPU
+it parts two fusions, so pairs that only round in another way are left.
 
 A value is followed by tags that say what XLA may take it for: the words below, and of a product with a constant number,
 the number.

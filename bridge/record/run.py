@@ -17,6 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ...jax_impl.program.trees import Function
+from ..base import versions
 from ..lowerings import find_lowering
 from ..lowerings.bounds import checked
 from ..lowerings.moved import SumOfQuotients
@@ -54,7 +55,7 @@ def run(graph: Graph, todo: Sequence[int], values: Env, key: jax.Array) -> None:
         if node.single:
             value = _as_eager(result, node.results[0])
             value = stored(value) if Ref(i) in graph.stored else value
-            values[i] = jax.lax.optimization_barrier(value) if i in graph.guarded_results else value
+            values[i] = _out_of_sight(value, node) if i in graph.guarded_results else value
         else:
             found = [_as_eager(r, meta) for r, meta in zip(result, node.results, strict=True)]
             values[i] = [stored(r) if Ref(i, j) in graph.stored else r for j, r in enumerate(found)]
@@ -66,8 +67,14 @@ def _apart(operand: Array, node: Node, place: int) -> Array:
     if isinstance(node.op, SumOfQuotients):
         operand = node.op.spread(operand) if place == 1 else operand
     elif place == 1 and meta is not None:
-        operand = jnp.broadcast_to(operand, meta.shape)
+        return versions.spread_out_of_sight(operand, tuple(meta.shape))
     return jax.lax.optimization_barrier(operand)
+
+
+def _out_of_sight(value: Array, node: Node) -> Array:
+    if any(isinstance(leaf, Const) for leaf in node.leaves):  # XLA moves constant factors through products
+        return jax.lax.optimization_barrier(value)
+    return versions.out_of_sight(value)
 
 
 def resolve(values: Env, value: Value) -> jax.Array:
