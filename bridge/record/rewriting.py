@@ -70,6 +70,20 @@ def barriers(nodes: Sequence[Node | None], outputs: Sequence[Value]) -> tuple[di
     return found, {o.node for o in outputs if isinstance(o, Ref) and QUOTIENT in _seen(o, tags)}
 
 
+def is_constant(nodes: Sequence[Node | None], leaf: Any) -> bool:
+    """Tell whether an operand is a constant, moved or spread: XLA moves constant factors through products."""
+    while isinstance(leaf, Ref):
+        node = nodes[leaf.node]
+        if node is None:
+            return False
+        if CONSTANT in _MAKES.get(node.name, _NOTHING):
+            return True
+        if node.name not in (*_MOVES, "_to_copy", "to", "convert_element_type"):
+            return False
+        leaf = node.leaves[0]
+    return True
+
+
 def _seen(leaf: object, tags: dict[int, Tags]) -> Tags:
     if isinstance(leaf, Ref):
         return tags.get(leaf.node, _NOTHING)
