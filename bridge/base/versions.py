@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "mapping_trace",
     "native_export",
     "native_import",
+    "out_of_sight",
+    "spread_out_of_sight",
     "weak_float",
 ]
 
@@ -64,6 +67,36 @@ def weak_float(value: jax.Array) -> jax.Array:
     convert: Callable[..., jax.Array] = importlib.import_module("jax._src.lax.lax")._convert_element_type
     result: jax.Array = convert(value, weak_type=True)
     return result
+
+
+_BARRIERS_ARE_FREE = jax.__version_info__ < (0, 11)  # on CPU: XLA drops them before it fuses operations
+
+
+def out_of_sight(value: jax.Array) -> jax.Array:
+    """Return a value of which XLA's simplifier does not see how it was made.
+
+    From jax 0.11 on what stands behind a barrier takes an array of its own, on the CPU too. There only the number one
+    does, by which the value is multiplied, which for real numbers changes nothing.
+    """
+    if _BARRIERS_ARE_FREE or not jnp.issubdtype(value.dtype, jnp.floating):
+        return jax.lax.optimization_barrier(value)
+    return value * jax.lax.optimization_barrier(jnp.ones((), value.dtype))
+
+
+def spread_out_of_sight(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return a value spread to a shape so that XLA's simplifier does not see that it is.
+
+    From jax 0.11 on it is multiplied by ones along an axis over which it is spread. (It would see through a product
+    with one number.)
+    """
+    wide = jnp.broadcast_to(value, shape)
+    aligned = (1,) * (len(shape) - value.ndim) + value.shape
+    axes = [i for i, n in enumerate(shape) if n != aligned[i]]
+    is_real = jnp.issubdtype(value.dtype, jnp.floating)
+    if _BARRIERS_ARE_FREE or not is_real or not axes or value.size <= 1:
+        return jax.lax.optimization_barrier(wide)
+    ones = jnp.ones([n if i == axes[-1] else 1 for i, n in enumerate(shape)], value.dtype)
+    return wide * jax.lax.optimization_barrier(ones)
 
 
 def _native(name: str) -> Callable[..., Any] | None:

@@ -126,7 +126,7 @@ class Results:
         self._arguments, self._captured, self.once = list(arguments), captured, once
         # The containers among the arguments, by their ids. An example has none of the caller's.
         self.given = {id(x): i for i, x in enumerate(containers)} if once else {}
-        self.holds_objects = False  # whether a container holds an object that no call could make again
+        self.holds_objects = False  # whether an object is kept that no call could make again
         self._kept: list[torch.Tensor] = []
         self._standing: Mapping[int, object] = {}
         self._values: dict[int, tuple[object, Bound | None]] = {}  # the value keeps its id from being given away

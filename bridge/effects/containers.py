@@ -180,6 +180,13 @@ def held_in(value: object, standing: Container[int] = ()) -> list[object]:
     return list(found.values())
 
 
+def holds_object(value: object, standing: Container[int]) -> bool:
+    """Whether a value is, or a container in it holds, a new object that no call could make again."""
+    containers = [x for x in held_in(value, standing) if not isinstance(x, torch.Tensor)]
+    parts = [value, *(part for x in containers for part in split_level(x)[0])]
+    return any(is_object(part) and id(part) not in standing for part in parts)
+
+
 def is_put_together(value: object, standing: Container[int]) -> bool:
     """Whether a value is a container of tensors, plain values and what stood somewhere, and of such containers."""
     seen: set[int] = set()

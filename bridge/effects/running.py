@@ -56,7 +56,7 @@ class FlatFunction:
         self.scratch: list[Scratch] = []
         self.carried: list[int] = []  # captured tensors that were written to in place, with a history in autograd
         self.regains = False  # whether results have a history though autograd is off
-        self.holds_objects = False  # whether it keeps containers with objects that no call could make again
+        self.holds_objects = False  # whether it keeps objects that no call could make again
         self.changes = False  # whether it changes what its effects do not put back
         self.strided: str | None = None  # the line that asks for elements by their place in memory
         self.captured: list[torch.Tensor] | None = None  # set when the function has been traced

@@ -36,7 +36,18 @@ from ..watch.places import ABSENT, ORDER, Place, path_name, put_in_order, read, 
 from ..watch.uses import is_named, usage
 from ..watch.walk import Walk
 from .bindings import UNKNOWN, Binding, Effect, Results
-from .containers import Bound, Moved, is_plain, is_put_together, made_anew, part_at, parts_of, standing_in, tensors_in
+from .containers import (
+    Bound,
+    Moved,
+    holds_object,
+    is_plain,
+    is_put_together,
+    made_anew,
+    part_at,
+    parts_of,
+    standing_in,
+    tensors_in,
+)
 from .escapes import traced_tensor_in
 from .sources import Constant, Origin
 
@@ -189,6 +200,8 @@ class Watched:
             before = old if old is ABSENT or is_plain(old) else UNKNOWN
             if (number, key) in left:
                 kept += [] if id(new) in standing else [(new, place.name(key))]
+                # What others do to it later need not show in the key: the function may not name what they change.
+                results.holds_objects |= not is_appended and holds_object(new, standing)
                 if first:
                     logs |= {number} if is_appended else set()
                     continue

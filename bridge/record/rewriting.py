@@ -3,7 +3,8 @@
 XLA simplifies as if numbers were real: ``(a / b) / c`` becomes ``a / (b * c)``, which overflows where torch's form does
 not, ``log(exp(a))`` becomes ``a``, ``(a + 1) - 1`` becomes ``a``. It does so where one op reads the other, so the value
 between them goes through an optimization barrier, which stands until the simplifier is done. On CPU it is gone before
-operations are fused, and costs nothing; on GPU it parts two fusions, so pairs that only round in another way are left.
+operations are fused, and costs nothing, up to jax 0.10 (``bridge/base/versions.py`` has what later ones need); on GPU
+it parts two fusions, so pairs that only round in another way are left.
 
 A value is followed by tags that say what XLA may take it for: the words below, and of a product with a constant number,
 the number.
@@ -67,6 +68,20 @@ def barriers(nodes: Sequence[Node | None], outputs: Sequence[Value]) -> tuple[di
         tags[i] = _made(name, node, seen) | (seen[0] if keeps else _NOTHING)
     # What is done elsewhere with the results is not known: a mean over microbatches divides once more.
     return found, {o.node for o in outputs if isinstance(o, Ref) and QUOTIENT in _seen(o, tags)}
+
+
+def is_constant(nodes: Sequence[Node | None], leaf: Any) -> bool:
+    """Tell whether an operand is a constant, moved or spread: XLA moves constant factors through products."""
+    while isinstance(leaf, Ref):
+        node = nodes[leaf.node]
+        if node is None:
+            return False
+        if CONSTANT in _MAKES.get(node.name, _NOTHING):
+            return True
+        if node.name not in (*_MOVES, "_to_copy", "to", "convert_element_type"):
+            return False
+        leaf = node.leaves[0]
+    return True
 
 
 def _seen(leaf: object, tags: dict[int, Tags]) -> Tags:

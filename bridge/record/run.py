@@ -17,6 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ...jax_impl.program.trees import Function
+from ..base import versions
 from ..lowerings import find_lowering
 from ..lowerings.bounds import checked
 from ..lowerings.moved import SumOfQuotients
@@ -26,6 +27,7 @@ from ..memory.dtypes import jax_dtype, torch_dtype
 from .graph import Graph
 from .nodes import Const, Meta, Node, Ref, Value
 from .recording import record
+from .rewriting import is_constant
 
 aten = torch.ops.aten
 Env = dict[int, Any]  # by node: its result, or a list of several
@@ -39,7 +41,7 @@ def run(graph: Graph, todo: Sequence[int], values: Env, key: jax.Array) -> None:
         leaves = [resolve(values, leaf) if type(leaf) in (Ref, Const) else leaf for leaf in node.leaves]
         places = graph.guarded_leaves.get(i, ())
         for j in places:
-            leaves[j] = _apart(leaves[j], node, j)
+            leaves[j] = _apart(leaves[j], node, j, graph)
         args, kwargs = node.spec.unflatten(leaves)
         draw_key = None if node.draw is None else jax.random.fold_in(key, node.draw)
         try:
@@ -54,20 +56,28 @@ def run(graph: Graph, todo: Sequence[int], values: Env, key: jax.Array) -> None:
         if node.single:
             value = _as_eager(result, node.results[0])
             value = stored(value) if Ref(i) in graph.stored else value
-            values[i] = jax.lax.optimization_barrier(value) if i in graph.guarded_results else value
+            values[i] = _out_of_sight(value, node, graph) if i in graph.guarded_results else value
         else:
             found = [_as_eager(r, meta) for r, meta in zip(result, node.results, strict=True)]
             values[i] = [stored(r) if Ref(i, j) in graph.stored else r for j, r in enumerate(found)]
 
 
-def _apart(operand: Array, node: Node, place: int) -> Array:
+def _apart(operand: Array, node: Node, place: int, graph: Graph) -> Array:
     """Put an operand of an elementwise op out of the sight of XLA's simplifier; a divisor is spread out before."""
     meta = node.results[0]
     if isinstance(node.op, SumOfQuotients):
         operand = node.op.spread(operand) if place == 1 else operand
     elif place == 1 and meta is not None:
-        operand = jnp.broadcast_to(operand, meta.shape)
+        return versions.spread_out_of_sight(operand, tuple(meta.shape))
+    elif node.name == "div" and not is_constant(graph.nodes, node.leaves[1]):
+        return versions.out_of_sight(operand)
     return jax.lax.optimization_barrier(operand)
+
+
+def _out_of_sight(value: Array, node: Node, graph: Graph) -> Array:
+    if any(is_constant(graph.nodes, leaf) for leaf in node.leaves[:2]):
+        return jax.lax.optimization_barrier(value)
+    return versions.out_of_sight(value)
 
 
 def resolve(values: Env, value: Value) -> jax.Array:

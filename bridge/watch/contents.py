@@ -182,7 +182,8 @@ class Contents:
 
     def _items(self, x: Mapping[object, object], path: AccessPath) -> None:
         for k, v in list(x.items()):
-            if k == "__builtins__":  # in the namespace of an exec; Python's own
+            # In the namespace of an exec; Python's own. (Some keys, such as torch's dispatch keys, cannot be compared.)
+            if isinstance(k, str) and k == "__builtins__":
                 continue
             if isinstance(k, torch.Tensor):
                 self.parts.append(Same(k))

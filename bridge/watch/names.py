@@ -38,7 +38,8 @@ def names_of(code: types.CodeType) -> frozenset[str]:
 def names_read_by(code: types.CodeType) -> frozenset[str]:
     """The names that code reads, without those of the attributes that it only assigns: for constructors."""
     assigned = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_ATTR", "DELETE_ATTR")}
-    loaded = {i.argval for i in dis.get_instructions(code) if i.opname.startswith(("LOAD_", "IMPORT_"))}
+    loading = [i for i in dis.get_instructions(code) if i.opname.startswith(("LOAD_", "IMPORT_"))]
+    loaded = {i.argval for i in loading if not i.opname.startswith("LOAD_FAST")}  # a parameter is no attribute
     return names_of(code) - {name for name in assigned - loaded if isinstance(name, str)}
 
 

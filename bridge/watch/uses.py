@@ -43,7 +43,9 @@ def _of_name(code: types.CodeType, name: str) -> Iterator[str]:
         if "setattr" in code.co_names:
             yield "writes"
     for opname, argval in _steps(code):
-        if argval == name and not opname.endswith(("_CONST", "_FAST")):
+        if (
+            argval == name and not opname.endswith("_CONST") and "_FAST" not in opname
+        ):  # also LOAD_FAST_CHECK, ..._BORROW
             yield "writes" if opname.startswith("STORE_") else "reads" if opname.startswith("LOAD_") else ""
 
 

@@ -36,8 +36,8 @@ class Pair(NamedTuple):
 
 
 class Thing:
-    def __init__(self, h: Any = None) -> None:
-        self.h = h
+    def __init__(self, given: Any = None) -> None:  # by another name: no code that is traced names the attribute
+        self.h = given
 
 
 _OBJECTS = (State, Thing, types.SimpleNamespace)
