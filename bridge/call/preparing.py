@@ -163,6 +163,7 @@ class _Preparation:
                 seen = outline(root, tensors) if program is None else program.outline
             except Exception:
                 if read_count() == read or is_last:
+                    start.restore()
                     raise
             if read_count() != read and not is_last:  # names that it puts together are followed from now on
                 if not self._stays(start, seen if program is not None else None):
