@@ -103,6 +103,18 @@ _SLOW = {
     *("dropout_train", "interpolate", "inplace_random", "convnext", "moe_topk", "gru", "vae_rsample", "maml_inner"),
     *("ctc", "dropout_module", "gpt2", "losses_inside", "tel"),
     *("bf16_params", "activations", "deconv_upsample", "gnn_index_add", "losses", "dist_logprob"),
+    *("misc", "gp_linalg", "cnn_gn_avgpool", "randn_ctor", "pinn_autograd_grad", "func_grad_novmap", "embedding_bag"),
+    *(
+        "tied_embeddings",
+        "depthwise_conv",
+        "conv3d",
+        "complex_layer",
+        "einops_fn",
+        "sqrt_norm_zero",
+        "bool_index_const",
+    ),
+    *("spectral_norm", "frozen_params", "pixel_shuffle", "mask", "siren", "float64_params", "randn_like_noise"),
+    *("func_vmap", "dtype_promotion", "mlp", "bn_eval", "sdpa_bool_mask", "dropout_eval", "inplace_view_alias"),
 }
 
 

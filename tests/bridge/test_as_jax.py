@@ -63,8 +63,8 @@ def _nested(fun: Any, x: torch.Tensor, order: int) -> torch.Tensor:
     return result.detach()
 
 
-@pytest.mark.parametrize("name", SMOOTH)
-@pytest.mark.parametrize("order", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", marked(SMOOTH, slow=("matmul",)))
+@pytest.mark.parametrize("order", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_reverse_mode_of_any_order_is_that_of_torch(name: str, order: int) -> None:
     x = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
     fun = as_jax(SMOOTH[name])
@@ -92,7 +92,7 @@ def test_forward_mode_agrees_with_reverse_mode(name: str) -> None:
     np.testing.assert_allclose(linear(tangent), pushed, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", marked(SMOOTH, slow=("tanh", "norm", "detach", "views")))
 def test_maps_over_examples_inside_and_outside_of_derivatives(name: str) -> None:
     fun = as_jax(SMOOTH[name])
     rows = jnp.array([[0.3, -0.7, 1.1], [0.9, 0.2, -0.4]])
@@ -281,7 +281,7 @@ _DERIVATIVES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", _DERIVATIVES)
+@pytest.mark.parametrize("name", marked(_DERIVATIVES, slow=("jit",)))
 def test_derivatives_outlive_the_function_that_they_came_from(name: str) -> None:
     cube, x = lambda x: (x**3).sum(), jnp.arange(4.0)
     make = _DERIVATIVES[name]
@@ -355,7 +355,7 @@ _WITH_LABELS: dict[str, Callable[..., Any]] = {
 }
 
 
-_SLOW_WITH_LABELS = _WITH_LABELS.keys() - {"micro_grad", "clipped_grad", "chunked_vmap"}
+_SLOW_WITH_LABELS = _WITH_LABELS.keys() - {"micro_grad"}
 
 
 @pytest.mark.parametrize("name", marked(_WITH_LABELS, slow=_SLOW_WITH_LABELS))

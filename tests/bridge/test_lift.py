@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import jax_privacy
 import optax
 import pytest
 import torch
-from helpers import Pair, marked, printed_by
+from helpers import Pair, crossed, marked, printed_by
 from torch import nn
 
 from microtome import jax_impl, torch_api
@@ -335,6 +336,8 @@ _SLOW = (  # of two that differ in little, one
     *("grad of the second", "grad of a negative position", "value_and_grad with aux", "hessian of both", "jacrev"),
     *("hessian of a dict", "jacfwd of the second", "jacrev with aux", "vmap of one argument", "grad of a jit"),
     *("vmap over a negative axis", "grad of an associative scan", "grad of a loop", "custom_jvp", "custom_vjp"),
+    *("grad of a dict", "grad by name", "vmap over columns", "vmap with axes in a dict", "vmap to another axis"),
+    *("grad of a checkpoint", "jacobian of a tree", "transform of a list of functions"),
 )
 
 
@@ -795,7 +798,10 @@ ROUTES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", marked(ROUTES, slow=("data by name", "within a loop", "within a jit")))
+@pytest.mark.parametrize(
+    "name",
+    marked(ROUTES, slow=("data by name", "within a loop", "within a jit", "within a vmap", "within a checkpoint")),
+)
 def test_gradients_reach_arguments_and_captured_tensors(name: str) -> None:
     layer, x = nn.Linear(3, 3), X.clone().requires_grad_()
     for _ in range(2):
@@ -966,8 +972,13 @@ def _captured_by(fun: Any) -> list[torch.Tensor]:
 _SLOW_KEPT = ("switch", "checkpoint of the user's", "data at once", "vmap of a jit")
 
 
-@pytest.mark.parametrize("change", _changing())
-@pytest.mark.parametrize("name", marked(KEPT, slow=_SLOW_KEPT))
+def _kept_where_it_changes() -> list[Any]:
+    pairs = crossed([name for name in KEPT if name not in _SLOW_KEPT], _changing())
+    others = itertools.product(_SLOW_KEPT, _changing())
+    return [*pairs, *(pytest.param(*each, marks=pytest.mark.slow) for each in others)]
+
+
+@pytest.mark.parametrize(("name", "change"), _kept_where_it_changes())
 def test_what_jax_keeps_of_a_function_is_read_again_where_it_changes(name: str, change: str) -> None:
     fun, steps = _changing()[change]
     ours, eager = (way(fun) for way in KEPT[name])
@@ -995,7 +1006,9 @@ def test_what_jax_keeps_of_a_function_is_not_traced_at_each_call(name: str) -> N
     assert len(bodies) == first
 
 
-@pytest.mark.parametrize("between", [lambda x: x * 0, torch.sin], ids=["zeros", "sin"])
+@pytest.mark.parametrize(
+    "between", [lambda x: x * 0, pytest.param(torch.sin, marks=pytest.mark.slow)], ids=["zeros", "sin"]
+)
 def test_what_jax_keeps_of_a_function_is_read_again_after_a_function_that_leaves_something(between: Any) -> None:
     """Within one call too: what JAX has traced before is another function."""
 
@@ -1108,6 +1121,7 @@ def test_micro_vmap_of_optax_agrees_with_ours() -> None:
     _same(theirs(params, x, y), func.vmap(loss, (None, 0, 0))(params, x, y))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # jax_privacy calls it
 def test_clipped_grad_of_jax_privacy_agrees_with_ours() -> None:
     loss, params, x, y = _classifier()
@@ -1165,6 +1179,7 @@ print(ours, clipped.compiled(params, x).memory_analysis().temp_size_in_bytes, ex
 """
 
 
+@pytest.mark.slow
 def test_the_bridge_alone_looks_into_torch_functions() -> None:
     """Sums over examples know what a traced torch function computes, whatever else of the package is loaded."""
     ours, face, factored = map(int, printed_by(_CLIPPED_WITHOUT_THE_TORCH_FACE).split())
@@ -1194,8 +1209,7 @@ _TWINS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ask", _ASKING)
-@pytest.mark.parametrize("twin", _TWINS)
+@pytest.mark.parametrize(("twin", "ask"), crossed(_TWINS, _ASKING))
 def test_whether_autograd_records_is_what_torchs_own_transform_says(twin: str, ask: str) -> None:
     torchs, ours = (make(_ASKING[ask]) for make in _TWINS[twin])
     for context in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad):

@@ -195,7 +195,10 @@ def _static() -> Callable[[int], None]:
     return lambda i: (call(torch.randn(3), {"n": i % 3, "name": str(i % 2)}), None)[1]
 
 
-_SLOW = ("refused functions", "a gradient penalty", "dropout", "microbatches", "a lambda made in each step")
+_SLOW = (
+    *("refused functions", "a gradient penalty", "dropout", "microbatches", "a lambda made in each step", "lifted"),
+    *("a module", "batch statistics", "a new model in each step"),
+)
 
 
 @pytest.mark.parametrize("name", marked(STEPS, slow=_SLOW))

@@ -24,9 +24,8 @@ _ONE_MASK_WRONG = {"torch.func": "jacrev maps the backward pass, whose mask coun
 # One of each family and way to draw runs always, the others with the slow sweeps.
 _QUICK = frozenset(
     (
-        *("dropout", "rrelu", "gumbel_softmax", "rand_like", "randint", "randperm", "normal_"),
-        *("bernoulli_", "multinomial", "Exponential", "Gamma"),
-        *("attention", "noise under no_grad"),
+        *("dropout", "rrelu", "randperm", "normal_", "bernoulli_", "multinomial", "Exponential"),
+        "noise under no_grad",
     )
 )
 
@@ -355,7 +354,7 @@ def _second_gradients(f: Fun, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.autograd.grad(part, x, retain_graph=True)[0] for part in g])
 
 
-@pytest.mark.parametrize("name", marked(ONE_MASK, _ONE_MASK_WRONG))
+@pytest.mark.parametrize("name", marked(ONE_MASK, _ONE_MASK_WRONG, slow=("second gradients", "reverse over reverse")))
 def test_a_hessian_has_one_mask_and_the_next_one_another(name: str) -> None:
     x = torch.linspace(-1, 1, 6)
     one, two = ONE_MASK[name](x), ONE_MASK[name](x)

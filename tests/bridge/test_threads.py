@@ -278,6 +278,7 @@ def test_the_grad_mode_of_a_thread_is_its_own() -> None:
     assert _together([lambda i=i: job(i % 2 == 0) for i in range(8)]) == [True, False] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(reason="one lock is held while a function is traced and compiled")
 def test_a_compiled_function_does_not_wait_for_a_trace_elsewhere() -> None:
     ready = through(lambda x: x + 5)

@@ -86,7 +86,7 @@ def loss_by(vmap):
     return lambda x, w: sum(jnp.sum(out.astype(jnp.float32) ** 2) for out in outputs(x, w))
 
 
-@pytest.mark.parametrize("order", ["reverse", "forward", "second"])
+@pytest.mark.parametrize("order", [pytest.param("reverse", marks=pytest.mark.slow), "forward", "second"])
 def test_derivatives(order):
     # Chunks of 3 in 7: the loop, and the chunk after it.
     where = data(2, 7), data(2, seed=1)

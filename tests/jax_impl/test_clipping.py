@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from clipping_cases import CASES, ROWS
 from clipping_models import MODELS
-from helpers import temporary
+from helpers import crossed, temporary
 from microbatching_cases import assert_same, norm
 
 from microtome.jax_impl import (
@@ -53,7 +53,8 @@ def as_arrays(case, dtype):
 # One or two of each kind run always, the others with the slow sweeps.
 _SLOW_CASES = {
     "attention", "batched_product", "convolution_1d", "convolution_2d_strided_and_dilated", "convolution_3d",
-    "convolution_channels_last",
+    "convolution_channels_last", "convolution_of_few_channels", "convolution_transposed", "reshapes_casts_and_scalings",
+    "weight_used_three_times",
     "convolution_of_one_channel_used_twice", "convolution_transposed_with_flipped_kernel",
     "convolution_with_a_kernel_of_products", "convolution_with_a_standardised_kernel", "embedding_of_two_indices",
     "embedding_out_of_bounds", "layer_norm", "layers_stacked_in_a_scan", "low_rank_weight", "recurrence_unrolled",
@@ -149,7 +150,7 @@ def test_examples_that_are_not_finite_count_as_zero(bad):
     assert np.isnan(clipped(jnp.full((1, 4), np.nan), nan_safe=False)[0]["w"]).all()
 
 
-@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("size", [_SLOW(None), 2])
 def test_padding_counts_as_zero_whatever_it_holds(size):
     rows = jnp.concatenate([ROWS_OF, jnp.full((2, 4), jnp.nan)])
     padding = jnp.array([False, False, False, True, True])
@@ -190,7 +191,7 @@ def test_parts_are_clipped_by_themselves():
     params, batch = as_arrays(case, jnp.float32)
     bounds = {"w": 0.5, "b": jnp.inf, "v": 0.1}
     fun = clipped_grad(case.loss, l2_clip_norm=bounds, return_grad_norms=True)
-    got, aux = fun(params, batch)
+    got, aux = jax.jit(fun)(params, batch)
     grads = materialised(case.loss, params, batch)
     assert_same(got, {k: expected(grads[k], bounds[k])[0] for k in params})
     assert_same(aux.grad_norms, jax.vmap(norm)(grads))
@@ -271,7 +272,7 @@ def test_what_no_rule_covers_is_materialised_alone_and_said():
     total_of = lambda h: jnp.sum(jnp.tanh(h) ** 2)
     params = {k: jnp.asarray(np.random.default_rng(i).normal(size=(4, 9)), jnp.float32) for i, k in enumerate("ab")}
     fun = clipped_grad(loss, l2_clip_norm=0.5)
-    assert_same(fun(params, ROWS_OF), expected(materialised(loss, params, ROWS_OF), 0.5)[0])
+    assert_same(jax.jit(fun)(params, ROWS_OF), expected(materialised(loss, params, ROWS_OF), 0.5)[0])
     explanation = fun.explain(params, ROWS_OF)
     assert explanation.paths["['a']"].path == "materialised"
     assert explanation.paths["['b']"].path == "factored"
@@ -283,7 +284,7 @@ def test_what_no_rule_covers_is_materialised_alone_and_said():
         return total_of(jax.lax.scan(lambda c, row: (c + row[index] ** 2, None), 0.0, p["a"])[0]) + total_of(x @ p["b"])
 
     fun = clipped_grad(looked_up, l2_clip_norm=0.5)
-    assert_same(fun(params, ROWS_OF), expected(materialised(looked_up, params, ROWS_OF), 0.5)[0])
+    assert_same(jax.jit(fun)(params, ROWS_OF), expected(materialised(looked_up, params, ROWS_OF), 0.5)[0])
     signs = micro_grad(loss, transform_fn=lambda g: jax.tree.map(jnp.sign, g))
     assert "sign" in signs.explain(params, ROWS_OF).paths["['b']"].reason
 
@@ -295,7 +296,7 @@ def test_an_operand_is_kept_from_before_its_axes_were_moved():
     rows = jnp.asarray(np.random.default_rng(1).normal(size=(3, 7, 12)), jnp.float32)
     fun = clipped_grad(loss, l2_clip_norm=0.5)
     assert fun.explain(params, rows).paths["['w']"].reason == "product of [20, 7] x [7, 12], and of [20] x [12]"
-    assert_same(fun(params, rows), expected(materialised(loss, params, rows), 0.5)[0])
+    assert_same(jax.jit(fun)(params, rows), expected(materialised(loss, params, rows), 0.5)[0])
 
 
 @pytest.mark.parametrize("name", [_SLOW("dense"), _SLOW("attention"), _SLOW("lstm_in_a_scan"), "weight_normalisation"])
@@ -325,7 +326,8 @@ def test_memory_is_that_of_the_plain_gradient():
     assert temporary(small.fun, params, rows) <= 0.6 * plain
 
 
-@pytest.mark.parametrize("name", [n if n == "embedding" else _SLOW(n) for n in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_memory_of_whole_networks(name):
     """No array in the optimised program has as many elements as the gradients of the largest parameter."""
     rows = 256 if name in ("MLP", "embedding") else 16
@@ -461,7 +463,7 @@ CANCELLING = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("two_uses_of_slices", "embedding") else _SLOW(name) for name in CANCELLING],
+    [name if name == "embedding" else _SLOW(name) for name in CANCELLING],
 )
 def test_norms_are_right_where_products_cancel(name):
     rng = np.random.default_rng(0)
@@ -553,31 +555,38 @@ def test_the_bound_holds_where_products_cancel_in_other_ways():
     assert jnp.linalg.norm(clipped(w, (x[:1], v[:1]))[0]) < 1e-6 * 1.01
 
 
-def test_norms_are_exact_whatever_the_precision_of_products():
+@pytest.mark.parametrize(
+    "precision", [jax.lax.DotAlgorithmPreset.F16_F16_F16, _SLOW(jax.lax.DotAlgorithmPreset.BF16_BF16_F32)]
+)
+def test_norms_are_exact_whatever_the_precision_of_products(precision):
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(100, 64)), jnp.float32)
     x, v = (jnp.asarray(rng.normal(size=(3, 4, n)) * scale, jnp.float32) for n, scale in ((100, 30), (64, 1 / 30)))
 
     each = jnp.einsum("bti,bto->bio", x, v)
-    for precision in (jax.lax.DotAlgorithmPreset.F16_F16_F16, jax.lax.DotAlgorithmPreset.BF16_BF16_F32):
-        product = functools.partial(
-            jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), precision=precision
-        )
-        loss = lambda w, b, product=product: jnp.sum(product(b[0], w) * b[1])
-        # The examples are weighed by numbers that float16 does not hold.
-        clipped = clipped_grad(loss, l2_clip_norm=1e-7, return_grad_norms=True, keep_batch_dim=False)
-        grads, aux = jax.jit(clipped)(w, (x, v))
-        want, norms = expected(each, 1e-7)
-        np.testing.assert_allclose(aux.grad_norms, norms, rtol=1e-2)
-        np.testing.assert_allclose(grads, want, atol=2e-9)
+    product = functools.partial(jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), precision=precision)
+    loss = lambda w, b: jnp.sum(product(b[0], w) * b[1])
+    # The examples are weighed by numbers that float16 does not hold.
+    clipped = clipped_grad(loss, l2_clip_norm=1e-7, return_grad_norms=True, keep_batch_dim=False)
+    grads, aux = jax.jit(clipped)(w, (x, v))
+    want, norms = expected(each, 1e-7)
+    np.testing.assert_allclose(aux.grad_norms, norms, rtol=1e-2)
+    np.testing.assert_allclose(grads, want, atol=2e-9)
+
+
+def test_norms_are_exact_whatever_the_precision_of_products_by_default():
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=(100, 64)), jnp.float32)
+    x, v = (jnp.asarray(rng.normal(size=(3, 4, n)) * scale, jnp.float32) for n, scale in ((100, 30), (64, 1 / 30)))
+    each = jnp.einsum("bti,bto->bio", x, v)
     with jax.default_matmul_precision("F16_F16_F16"):
-        aux = clipped_grad(lambda w, b: jnp.sum((b[0] @ w) * b[1]), **{
+        aux = jax.jit(clipped_grad(lambda w, b: jnp.sum((b[0] @ w) * b[1]), **{
             "l2_clip_norm": 1.0, "return_grad_norms": True, "keep_batch_dim": False,
-        })(w, (x, v))[1]  # fmt: skip
+        }))(w, (x, v))[1]  # fmt: skip
     np.testing.assert_allclose(aux.grad_norms, expected(each, 1.0)[1], rtol=1e-2)
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 64])
+@pytest.mark.parametrize("microbatch_size", [_SLOW(None), 64])
 def test_sums_of_half_precision_are_divided_before_they_are_rounded(microbatch_size):
     loss = lambda w, x: jnp.sum(w["w"] * x).astype(jnp.float32)
     w, x = {"w": jnp.ones(4, jnp.float16)}, jnp.full((256, 4), 400, jnp.float16)
@@ -600,7 +609,7 @@ def test_nan_stays_in_its_example_where_each_has_a_kernel_of_its_own():
         convolve = lambda w, b: jax.lax.conv_general_dilated(b[0], w * b[1], (1,), [(1, 2)])
         loss = lambda w, b: jnp.tanh(convolve(w, b)).sum()
         options = {"l2_clip_norm": 1.0, "return_values": True, "return_grad_norms": True, "keep_batch_dim": False}
-        grads, aux = clipped_grad(loss, **options)(w, (x, scale))
+        grads, aux = jax.jit(clipped_grad(loss, **options))(w, (x, scale))
         each = [jax.grad(loss)(w, (x[i], scale[i])) for i in (0, 2)]
         want, norms = expected(jnp.stack(each), 1.0)
         np.testing.assert_array_equal(jnp.isnan(aux.values), [False, True, False])
@@ -623,9 +632,10 @@ def test_parameters_divided_by_numbers_near_the_ends_of_the_range(divisor):
 
 
 @pytest.mark.parametrize("largest", [1e38, *map(_SLOW, (1e19, 1e37, 3e38, 1e-19, 2e-38))])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("kind", ["entries", "product", "sequence", "quotient", "lookup"])
+@pytest.mark.parametrize(
+    ("kind", "scaled", "dtype"),
+    crossed(["entries", "product", "sequence", "quotient", "lookup"], [False, True], [jnp.float32, jnp.bfloat16]),
+)
 def test_the_bound_holds_at_the_ends_of_the_range(kind, scaled, dtype, largest):
     """Sizes are divided by, and XLA multiplies by the inverse: that of a number above 8.5e37 is zero."""
     losses = {
@@ -664,7 +674,7 @@ FACTORED = {
 
 @pytest.mark.parametrize("dtype", [jnp.float32, _SLOW(jnp.bfloat16)])
 @pytest.mark.parametrize("by", ["clipped_grad", _SLOW("a norm by hand")])
-@pytest.mark.parametrize("name", [k if k in ("a row", "many rows", "used twice") else _SLOW(k) for k in FACTORED])
+@pytest.mark.parametrize("name", [k if k in ("many rows", "used twice") else _SLOW(k) for k in FACTORED])
 def test_factors_whose_own_squares_leave_the_range(name, by, dtype):
     """The gradient's do not: inputs of one end of the range meet cotangents of the other."""
     rows, loss = FACTORED[name]

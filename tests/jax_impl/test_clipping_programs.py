@@ -176,7 +176,8 @@ _WIDE = {
 }
 
 
-@pytest.mark.parametrize("x64", marked([False, True], quick=(False,)))
+@pytest.mark.slow
+@pytest.mark.parametrize("x64", [False, True])
 def test_casts(x64):
     with jax.enable_x64(x64):
         x = x_of(2, 2, dtype=jnp.float64 if x64 else jnp.float32)

@@ -50,6 +50,7 @@ def fits(length, pieces):
     return pieces.get("nbatches", 1) <= length + 2
 
 
+@pytest.mark.slow
 @FEW
 @given(length=LENGTHS, pieces=PIECES, f=st.sampled_from([square, few]), checkpoint=st.booleans(),
        mode=st.sampled_from(["auto", "forward", "reverse"]))  # fmt: skip
@@ -66,6 +67,7 @@ def test_jacobian_equals_the_plain_one(length, pieces, f, checkpoint, mode):
     assert_same(unflatten(ravel_pytree(x)[0]), ravel_pytree(x)[1](ravel_pytree(x)[0]))
 
 
+@pytest.mark.slow
 @FEW
 @given(length=LENGTHS, pieces=PIECES, checkpoint=st.booleans())
 def test_hessian_equals_the_plain_one(length, pieces, checkpoint):
@@ -78,7 +80,7 @@ def test_hessian_equals_the_plain_one(length, pieces, checkpoint):
     assert_same(actual, actual.T)
 
 
-@pytest.mark.parametrize("size", [3, 9])
+@pytest.mark.parametrize("size", marked([3, 9], quick=(3,)))
 def test_blocks_one_by_one(size):
     x = tree(5)
     slices = [slice(i, min(i + size, 7)) for i in range(0, 7, size)]
@@ -150,7 +152,7 @@ WEAK = {
 }
 
 
-@pytest.mark.parametrize("case", marked(WEAK, quick=("number", "tree", "strong")))
+@pytest.mark.parametrize("case", marked(WEAK, quick=("number", "strong")))
 def test_weak_types_are_those_of_the_plain_derivatives(case):
     x = WEAK[case]
     total = lambda x: sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(x))
@@ -279,7 +281,8 @@ def largest(p):
     return jnp.max(ravel_pytree(p)[0]) ** 2
 
 
-@pytest.mark.parametrize("derivative", [pytest.param(hessian_matrix, marks=pytest.mark.slow), jacobian_matrix])
+@pytest.mark.slow
+@pytest.mark.parametrize("derivative", [hessian_matrix, jacobian_matrix])
 def test_blocks_are_the_largest_that_fit_the_bytes(derivative):
     options = (1, None) if derivative is hessian_matrix else ("forward", 1, None)
     make = lambda **size: derivative(network, parameters(), False, *options, **size)
@@ -317,7 +320,8 @@ def used_by(f, p):
     return used, temporary(lambda p: jax.hessian(lambda v: f(ravel_pytree(p)[1](v)))(ravel_pytree(p)[0]), p)
 
 
-@pytest.mark.parametrize("f", marked([network, logistic, attention], quick=(logistic,)))
+@pytest.mark.slow
+@pytest.mark.parametrize("f", [network, logistic, attention])
 def test_hessian_memory_follows_the_block(f):
     p = parameters()
     used, plain = used_by(f, p)
@@ -358,6 +362,7 @@ def test_hessian_memory_is_never_more_than_that_of_the_whole(f, numbers):
         assert temporary(chosen.whole, chosen.x) <= plain
 
 
+@pytest.mark.slow
 def test_a_single_block_is_chosen_only_where_it_takes_less():
     numbers = lambda f: [hessian_matrix(f, parameters(), False, k, None).leaner().layout.number for k in (1, 2, 8)]
     assert numbers(logsumexp) == [1, 1, 1]
@@ -438,7 +443,7 @@ def test_checkpoint_keeps_nothing():
 # --- Output on the host ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["forward", "reverse"])
+@pytest.mark.parametrize("mode", marked(["forward", "reverse"], quick=("reverse",)))
 def test_out_of_any_layout(mode, tmp_path):
     x = tree(5)
     expected = plain(jax.jacobian, square, x)
@@ -599,7 +604,7 @@ def test_errors_of_out(case):
     assert np.array_equal(before, np.array(out))
 
 
-@pytest.mark.parametrize("derivative", [hessian, jacobian])
+@pytest.mark.parametrize("derivative", marked([hessian, jacobian], quick=(jacobian,)))
 def test_out_whose_elements_share_memory(derivative):
     f = loss if derivative is hessian else lambda x: jnp.concatenate([x["w"].ravel() ** 2, x["b"]])
     for strides in SHARED.values():

@@ -59,6 +59,7 @@ def summary(scale, batch):
 JOINED = {"rows": CONCAT, "sum": SUM, "mean": MEAN, "count": SUM, "double": CONCAT}
 
 
+@pytest.mark.slow
 @FEW
 @given(
     rows=st.integers(1, 9),
@@ -78,7 +79,7 @@ def test_equals_the_plain_function(rows, size, partition, dtype, mean):
     assert_same(actual["double"], expected["double"], exact=True)
 
 
-@pytest.mark.parametrize("mean", [MEAN, RUNNING_MEAN])
+@pytest.mark.parametrize("mean", [SLOW(MEAN), RUNNING_MEAN])
 def test_means_weigh_rows(mean):
     x = data(7, 2)
     for size in (2, 4, 5, 9):
@@ -122,7 +123,7 @@ def test_rows_of_each_microbatch():
         assert total.tolist() == [expected[3 * k] + expected[3 * k + 1] for k in range(3)] + [6]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [SLOW(jnp.float16), jnp.bfloat16])
 def test_half_precision_sums_do_not_stall(dtype):
     ones = jnp.ones(1000, dtype)
     assert_same(microbatch(jnp.sum, 0, 1)(ones), dtype(1000), exact=True)
@@ -163,7 +164,8 @@ def test_weights_neither_wrap_nor_overflow():
         assert_same(both, (jnp.float32(2), jnp.asarray(total)), exact=True)
 
 
-@pytest.mark.parametrize("partition", [SLOW("strided"), "contiguous"])
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["strided", "contiguous"])
 def test_num_real_microbatches(partition):
     x = data(7, 2)
     order = {"strided": [[0, 3], [1, 4], [2, 5], [6]], "contiguous": [[0, 1], [2, 3], [4, 5], [6]]}[partition]
@@ -206,7 +208,7 @@ LARGEST = Accumulator(
 )
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("partition", ["contiguous", SLOW("strided")])
 def test_accumulators_of_ones_own(partition):
     x = data(7, 3)
     how = {"microbatch_size": 2, "remainder": "run", "partition": partition}
@@ -232,12 +234,12 @@ MASK = jnp.array([1.0, 0, 0, 2, 0, 0, 1])
 @pytest.mark.parametrize(
     ("partition", "size"),
     [
-        ("contiguous", 2),
+        SLOW("contiguous", 2),
         ("contiguous", 7),
         ("strided", 7),
         SLOW("strided", 2),
         SLOW("strided", 1),
-        SLOW("contiguous", 1),
+        ("contiguous", 1),
     ],
 )
 def test_weighted_mean(partition, size):
@@ -251,7 +253,7 @@ def test_weighted_mean(partition, size):
         assert_same(jax.jvp(first, (w, x), (w, x)), jax.jvp(plain, (w, x), (w, x)))
 
 
-@pytest.mark.parametrize("vmap_fn", [jax.vmap, lambda *args: jax.vmap(*args)])
+@pytest.mark.parametrize("vmap_fn", [SLOW(jax.vmap), lambda *args: jax.vmap(*args)])
 def test_weighted_mean_of_examples(vmap_fn):
     w, x = data(3, 2), data(7, 3, seed=1)
     fun = micro_vmap(
@@ -375,6 +377,7 @@ def plain_micro_grad(x, y, transform, metrics):
     return stack(*map(transform, grads)), stack(*[v for v, _ in pairs]), stack(*map(metrics, grads))
 
 
+@pytest.mark.slow
 @FEW
 @given(
     rows=st.integers(1, 7),
@@ -432,6 +435,7 @@ def test_random_functions_do_not_depend_on_the_cut():
 # --- against optax --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_agrees_with_optax():
     x, y = data(6, 3), data(6, seed=1)
     fun = lambda b: {"a": (b, b.sum(0)), "b": b.mean(), "c": b.max(0)}

@@ -148,6 +148,7 @@ def test_memory_is_flat_in_the_number_of_microbatches(variant):
         assert same < plain / 2 or derive is not jax.grad
 
 
+@pytest.mark.slow
 def test_memory_of_per_example_gradients():
     w, x = data(WIDTH, WIDTH), data(64, WIDTH)
     scale = lambda g: g / jnp.maximum(norm(g), 1.0)

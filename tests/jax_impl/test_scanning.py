@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import powerpax
 import pytest
-from helpers import temporary
+from helpers import marked, temporary
 from hypothesis import given, settings
 from microbatching_cases import assert_same, data, weak_types
 
@@ -41,6 +41,7 @@ def scan_and_slice(f, init, xs, length=None, reverse=False, unroll=1, **bounds):
     return carry, jax.tree.map(lambda y: y[slice(*(bounds.get(b) for b in ("start", "stop", "step")))], ys)
 
 
+@pytest.mark.slow
 @FEW
 @given(length=LENGTHS, reverse=st.booleans(), unroll=st.sampled_from([1, 3, 40, True]),
        start=BOUNDS, stop=BOUNDS, step_=STEPS)  # fmt: skip
@@ -51,7 +52,7 @@ def test_sliced_scan_equals_a_scan_and_a_slice(length, reverse, unroll, start, s
     assert_same(run(sliced_scan), run(scan_and_slice))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", marked([False, True], quick=(True,)))
 def test_every_slice_keeps_the_right_steps(reverse):
     """The bookkeeping over all slices, on a carry that only counts: which entries were kept, in which order."""
     for length in (1, 2, 5):
@@ -106,7 +107,10 @@ STEPS_OF_SOME_TYPE = {
 }
 
 
-@pytest.mark.parametrize("case", STEPS_OF_SOME_TYPE)
+_CARRIES = ("weak carry that x makes strong", "strong carry that becomes weak")
+
+
+@pytest.mark.parametrize("case", marked(STEPS_OF_SOME_TYPE, quick=_CARRIES))
 @pytest.mark.parametrize("weak", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_weak_types_are_those_of_a_scan(case, weak):
     f, init = STEPS_OF_SOME_TYPE[case]
@@ -154,8 +158,13 @@ def test_without_xs():
     assert_same(checkpoint_chunked_scan(count, 0, None, 5, chunk_size=2), (jnp.int32(5), (jnp.arange(5), None)))
 
 
-@pytest.mark.parametrize(("scan", "options"), [(sliced_scan, {"start": 1, "step": 3}),
-                                               (checkpoint_chunked_scan, {"chunk_size": 3})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scan", "options"),
+    [
+        pytest.param(sliced_scan, {"start": 1, "step": 3}, marks=pytest.mark.slow),
+        (checkpoint_chunked_scan, {"chunk_size": 3}),
+    ],
+)
 def test_derivatives(scan, options):
     keep = {key: value for key, value in options.items() if key != "chunk_size"}
 
@@ -210,7 +219,9 @@ def wide(c, x):
     return jnp.sin(c), jnp.cumsum(jnp.sin(c * jnp.arange(1000.0)))
 
 
-@pytest.mark.parametrize(("start", "extra"), [(None, 0), (99, 0), (50, 0), (0, 1)])
+@pytest.mark.parametrize(
+    ("start", "extra"), [(None, 0), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (99, 50)), (0, 1)]
+)
 def test_sliced_scan_never_holds_all_outputs(start, extra):
     # 1000 steps in whole strides, shifted ones, and 1001 steps where the first and the last are kept.
     run = lambda scan: lambda c: scan(wide, c, None, 1000 + extra, start=start, step=100)
@@ -253,7 +264,7 @@ def test_the_gradient_of_a_checkpointed_scan_takes_a_fraction_of_the_memory():
     assert used[None] == full
 
 
-@pytest.mark.parametrize("chunk", [None, "auto", 5])
+@pytest.mark.parametrize("chunk", marked([None, "auto", 5], quick=("auto",)))
 def test_each_step_is_computed_twice_for_the_gradient(chunk):
     ran = []
 

@@ -88,7 +88,7 @@ IN_TORCH = [name for name in PROGRAMS if name != "weight in the carry"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", marked(IN_TORCH, quick=QUICK))
+@pytest.mark.parametrize("name", marked(IN_TORCH, quick=("mean", "chunked_vmap")))
 def test_gradients_of_what_steps_share_in_torch(name, dtype):
     dtype = getattr(torch, dtype)
     w = torch.ones(1, dtype=dtype, requires_grad=True)

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked
 from hypothesis import given, settings
 from torch import nn
 from torch_cases import assert_same, data
@@ -54,7 +55,7 @@ INDEXED = {
 }
 
 
-@pytest.mark.parametrize("name", INDEXED)
+@pytest.mark.parametrize("name", marked(INDEXED, slow=("beside a list", "short integer", "column")))
 def test_an_example_may_be_an_index(name):
     fun, rows = INDEXED[name], torch.tensor([0, 3, 3])
     expected = torch.func.vmap(fun, (None, 0))(data(5, 3), rows)

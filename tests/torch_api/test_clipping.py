@@ -8,7 +8,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import marked
+from helpers import crossed, marked
 from torch import nn
 
 from microtome import torch_api as mt
@@ -133,7 +133,7 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize(
     "name",
-    marked(MODELS, quick=("linear", "conv1d", "tied")),
+    marked(MODELS, quick=("linear",)),
 )
 def test_modules_take_the_factored_path(name):
     _, params, x, y, loss, factored = set_up(name)
@@ -148,7 +148,9 @@ def test_modules_take_the_factored_path(name):
     assert "materialised" not in paths.values(), str(explanation)
 
 
-@pytest.mark.parametrize(("model", "shape"), [(Places(), (3, 8)), (Standardised(), (6, 3, 3))])
+@pytest.mark.parametrize(
+    ("model", "shape"), [pytest.param(Places(), (3, 8), marks=pytest.mark.slow), (Standardised(), (6, 3, 3))]
+)
 def test_parameters_that_are_sliced_or_standardised(model, shape):
     loss = lambda p, x: torch.tanh(torch.func.functional_call(model, p, (x,))).square().mean()
     params, x = {k: p.detach() for k, p in model.named_parameters()}, torch.randn(ROWS, *shape)
@@ -197,7 +199,7 @@ def test_a_transform_clips_a_tree_on_its_own():
     torch.testing.assert_close(mt.global_norm(mt.clip_by_global_norm(0.01)(grads)), torch.tensor(0.01))
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("dtype", marked([torch.complex64, torch.complex128], quick=(torch.complex128,)))
 def test_complex_gradients_count_in_norms_and_are_clipped(dtype):
     grads = {"z": torch.tensor([3 + 4j, -12j], dtype=dtype), "w": torch.tensor([84.0])}
     norm = torch.nn.utils.get_total_norm([grads["z"], grads["w"]])
@@ -254,7 +256,7 @@ def test_a_clip_norm_that_becomes_negative_gives_nan():
         assert all(g.isnan().all() for g in got)
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize("microbatch_size", marked([None, 2], quick=(None,)))
 def test_padding_may_hold_what_an_example_must_not(microbatch_size):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 4))
@@ -326,31 +328,31 @@ def test_backward_writes_gradients_with_noise():
     assert_close({k: p.grad for k, p in model.named_parameters() if p.grad is not None}, runs[0])
 
 
-def test_half_precision_holds_the_mean_of_what_does_not_fit_it():
+@pytest.mark.parametrize("dtype", marked([torch.float16, torch.bfloat16], quick=(torch.float16,)))
+def test_half_precision_holds_the_mean_of_what_does_not_fit_it(dtype):
     x = torch.full((256, 4), 400.0)
-    for dtype in (torch.float16, torch.bfloat16):
-        model = nn.Linear(4, 1).to(dtype)
-        model.bias.data = model.bias.data.float()
-        criterion = lambda model, x: (x.to(model.weight.dtype) @ model.weight.T).float().sum() + model.bias.sum()
-        for size in (None, 64):
-            model.zero_grad()
-            mt.clipped_backward(model, criterion, max_grad_norm=1000.0, microbatch_size=size)(x)
-            assert model.weight.grad.dtype == dtype
-            assert model.bias.grad.dtype == torch.float32
-            torch.testing.assert_close(model.weight.grad.float(), torch.full((1, 4), 400.0))
-        loss = lambda w, x: (w * x.to(w.dtype)).sum().float()
-        for divisor, clip, want in ((256.0, 1000.0, 400.0), (70000.0, 1.0, 0.5 * 256 / 70000)):
-            grad = mt.clipped_grad(loss, l2_clip_norm=clip, normalize_by=divisor)(torch.ones(4, dtype=dtype), x)
-            torch.testing.assert_close(grad.float(), torch.full((4,), want), rtol=1e-2, atol=0)
-        # Noise of standard deviation 1e5 is added before the sum is divided.
+    model = nn.Linear(4, 1).to(dtype)
+    model.bias.data = model.bias.data.float()
+    criterion = lambda model, x: (x.to(model.weight.dtype) @ model.weight.T).float().sum() + model.bias.sum()
+    for size in (None, 64):
         model.zero_grad()
-        norm = torch.tensor(1000.0, dtype=dtype)
-        options = {"noise_multiplier": 100.0, "expected_batch_size": 1e5}
-        wide = nn.Linear(400, 1, bias=False).to(dtype)
-        criterion = lambda model, x: model(x.to(model.weight.dtype)).float().sum()
-        generator = torch.Generator().manual_seed(0)
-        mt.clipped_backward(wide, criterion, max_grad_norm=norm, generator=generator, **options)(torch.zeros(2, 400))
-        assert 0.8 < wide.weight.grad.float().std() < 1.2
+        mt.clipped_backward(model, criterion, max_grad_norm=1000.0, microbatch_size=size)(x)
+        assert model.weight.grad.dtype == dtype
+        assert model.bias.grad.dtype == torch.float32
+        torch.testing.assert_close(model.weight.grad.float(), torch.full((1, 4), 400.0))
+    loss = lambda w, x: (w * x.to(w.dtype)).sum().float()
+    for divisor, clip, want in ((256.0, 1000.0, 400.0), (70000.0, 1.0, 0.5 * 256 / 70000)):
+        grad = mt.clipped_grad(loss, l2_clip_norm=clip, normalize_by=divisor)(torch.ones(4, dtype=dtype), x)
+        torch.testing.assert_close(grad.float(), torch.full((4,), want), rtol=1e-2, atol=0)
+    # Noise of standard deviation 1e5 is added before the sum is divided.
+    model.zero_grad()
+    norm = torch.tensor(1000.0, dtype=dtype)
+    options = {"noise_multiplier": 100.0, "expected_batch_size": 1e5}
+    wide = nn.Linear(400, 1, bias=False).to(dtype)
+    criterion = lambda model, x: model(x.to(model.weight.dtype)).float().sum()
+    generator = torch.Generator().manual_seed(0)
+    mt.clipped_backward(wide, criterion, max_grad_norm=norm, generator=generator, **options)(torch.zeros(2, 400))
+    assert 0.8 < wide.weight.grad.float().std() < 1.2
 
 
 def test_factors_of_norms_are_real_numbers():
@@ -399,8 +401,10 @@ def test_noise_is_added_once_a_step():
         backward(x, y)
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("real", [[True] * 4 + [False] * 3, [False, True, False, True, True, False, True]])
+@pytest.mark.parametrize(
+    ("real", "microbatch_size"),
+    crossed([[True] * 4 + [False] * 3, [False, True, False, True, True, False, True]], [None, 2]),
+)
 def test_backward_counts_no_padding(real, microbatch_size):
     model, params, x, y, loss, _ = set_up("linear")
     want, norms = one_by_one(loss, params, x, y, 0.5)
@@ -418,6 +422,7 @@ def test_backward_counts_no_padding(real, microbatch_size):
         backward(padded, labels, is_padding_example=torch.ones(7, dtype=torch.bool))
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_plain_gradient():
     hidden = [layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.GELU())]
     model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), *hidden, nn.Linear(128, 10))

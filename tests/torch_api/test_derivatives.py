@@ -49,7 +49,7 @@ H = torch.func.hessian(of_vector(scalar))(flat(tree()))
 J = torch.func.jacrev(of_vector(outer))(flat(tree()))
 
 
-@pytest.mark.parametrize("pieces", [{}, {"nbatches": 3, "checkpoint": True}])
+@pytest.mark.parametrize("pieces", [{}, pytest.param({"nbatches": 3, "checkpoint": True}, marks=pytest.mark.slow)])
 def test_equal_torch_func(pieces):
     matrix, unflatten = mt.hessian(scalar, tree(), **pieces)
     assert_same(matrix, H)
@@ -105,6 +105,7 @@ def test_mixed_dtypes_and_numbers():
     assert_same(unflatten(torch.tensor([3.0, 1.0, 1.0, 2.0])), x | {"f": torch.tensor(2.0)}, exact=True)
 
 
+@pytest.mark.slow
 def test_memory_of_pairs_of_points_follows_the_block():
     points, x = 40, data(40, 3)
     energy = lambda x: ((x[:, None] - x[None]).pow(2).sum(-1) + torch.eye(points)).sqrt().sum()
@@ -119,7 +120,8 @@ def test_memory_of_pairs_of_points_follows_the_block():
     assert used(16) > 4 * pairs  # the measure sees a block
 
 
-@pytest.mark.parametrize("name", ["logsumexp", pytest.param("network", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["logsumexp", "network"])
 def test_memory_is_never_more_than_that_of_a_single_block(name):
     """A captured parameter, gradients of the result and torch.func around it go on working, whatever is chosen."""
     scale, inputs = torch.tensor(2.0, requires_grad=True), data(16, 10)
@@ -167,6 +169,7 @@ def test_blocks_by_bytes():
         torch.func.grad(lambda x: mt.hessian(scalar, x, max_bytes=10**6)[0].sum())(tree())
 
 
+@pytest.mark.slow
 def test_hvp():
     multiply, v = mt.hvp(scalar, tree()), data(7, seed=2)
     unflatten = mt.hessian(scalar, tree())[1]
@@ -254,7 +257,7 @@ def test_dropout_is_one_mask_for_all_columns():
         assert mt.hessian(f, torch.ones(16), **options)[0].diag().tolist() != diagonal
 
 
-@pytest.mark.parametrize("mode", ["forward", "reverse"])
+@pytest.mark.parametrize("mode", ["forward", pytest.param("reverse", marks=pytest.mark.slow)])
 def test_out_of_any_kind(mode, tmp_path):
     outs = [
         torch.full((3, 3, 7), torch.nan),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import crossed
 from torch import nn
 
 from microtome import torch_api as mt
@@ -118,8 +119,7 @@ def test_an_unreachable_device_says_what_to_install(monkeypatch: pytest.MonkeyPa
         values.jax_device(torch.device("cuda:0"))
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("transform", ["micro_grad", "micro_vmap", "microbatch"])
+@pytest.mark.parametrize(("transform", "rows"), crossed(["micro_grad", "micro_vmap", "microbatch"], [1, 4]))
 def test_batch_statistics_are_refused_where_they_have_no_meaning(transform: str, rows: int) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     p, x = dict(module.named_parameters()), torch.randn(4, 3)

@@ -544,7 +544,8 @@ def test_aux_metrics_and_transforms(keep):
     assert aux._fields == ("values", "metrics", "aux")
 
 
-def test_pieces_written_in_jax():
+@pytest.mark.parametrize(("of_fun", "of_transform", "of_metrics"), crossed(*[["torch", "jax"]] * 3))
+def test_pieces_written_in_jax(of_fun, of_transform, of_metrics):
     params, x = {"w": data(3)}, data(5, 3, seed=1)
     loss = lambda p, x: (p["w"] * x).sum() ** 2
     clip = lambda g: {"w": g["w"] / g["w"].norm().clamp(min=1.0)}
@@ -554,13 +555,12 @@ def test_pieces_written_in_jax():
     grads, values, _ = loop_of_grads(loss, params, x)
     norms = torch.stack([g["w"].norm() for g in grads])
     expected = summed([clip(g) for g in grads])
-    for fun in (loss, jax_loss):
-        for transform in (clip, jax_clip):
-            for metrics in (lambda g: g["w"].norm(), jax_norm):
-                call = mt.micro_grad(fun, microbatch_size=2, transform_fn=transform, metrics_fn=metrics)
-                out, aux = call(params, x)
-                assert_same(out, expected)
-                assert_same((aux.values, aux.metrics), (values, norms))
+    fun, transform = {"torch": loss, "jax": jax_loss}[of_fun], {"torch": clip, "jax": jax_clip}[of_transform]
+    metrics = {"torch": lambda g: g["w"].norm(), "jax": jax_norm}[of_metrics]
+    call = mt.micro_grad(fun, microbatch_size=2, transform_fn=transform, metrics_fn=metrics)
+    out, aux = call(params, x)
+    assert_same(out, expected)
+    assert_same((aux.values, aux.metrics), (values, norms))
 
 
 def test_clipping_an_example_of_zero_gradient():
@@ -801,7 +801,7 @@ def test_derivatives_inside_the_loss():
         assert_same((grads, aux.values), (summed(expected), values))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", marked([True, False], quick=(False,)))
 def test_checkpoint_inside_the_loss(reentrant):
     def loss(p, x):
         block = lambda w, y: torch.sin(y * w)
@@ -1095,6 +1095,7 @@ def test_memory_of_backward_is_flat_too():
     assert peak(64) <= 1.1 * peak(4)
 
 
+@pytest.mark.slow
 def test_micro_vmap_keeps_of_an_example_nothing_but_itself_for_backward():
     w = data(32, 32).requires_grad_()
     deep = lambda row: torch.tanh(torch.tanh(torch.tanh(row @ w) @ w) @ w).sum()
@@ -1284,7 +1285,7 @@ def test_agrees_with_optax_lifted(kind):
     assert_same(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", marked([True, False], quick=(False,)))
 def test_gradients_agree_with_optax_lifted(keep):
     params, x, y = regression_data(6, torch.float32)
     clip = lambda g: {"w": g["w"] / g["w"].norm().clamp(min=1.0), "b": g["b"]}

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Pair, live_arrays, through
+from helpers import Pair, crossed, live_arrays, marked, through
 from torch import nn
 
 from microtome.bridge import as_jax, as_torch, jax_function, lift
@@ -131,6 +131,7 @@ def test_captured_parameters_under_torch_func_are_inputs_too() -> None:
             net.weight.mul_(2)
 
 
+@pytest.mark.slow
 def test_a_function_that_keeps_compiling_is_named() -> None:
     def busy(x: torch.Tensor, n: int) -> torch.Tensor:
         return x * n
@@ -145,7 +146,14 @@ def test_a_function_that_keeps_compiling_is_named() -> None:
 # Autograd
 
 
-@pytest.mark.parametrize("fun", [torch.sin, lambda x: x.pow(3).cumsum(0), lambda x: torch.outer(x, x).softmax(-1)])
+@pytest.mark.parametrize(
+    "fun",
+    [
+        torch.sin,
+        lambda x: x.pow(3).cumsum(0),
+        pytest.param(lambda x: torch.outer(x, x).softmax(-1), marks=pytest.mark.slow),
+    ],
+)
 def test_gradcheck(fun: Any) -> None:
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(through(fun), (x,))
@@ -304,7 +312,7 @@ def _layouts() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", _layouts())
+@pytest.mark.parametrize("name", marked(_layouts(), slow=("sliced", "strided", "flipped", "size one")))
 def test_layouts(name: str) -> None:
     x = _layouts()[name]
     keep = x.clone()
@@ -349,7 +357,13 @@ def _writes_strided(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("name", STRIDED)
+_NEAR_STRIDED = (
+    *("of an argument, from an offset", "of a product", "of a copy of a transpose", "of columns", "beyond a row"),
+    *("of rows, from an offset", "scattered into a transpose"),
+)
+
+
+@pytest.mark.parametrize("name", marked(STRIDED, slow=_NEAR_STRIDED))
 def test_elements_by_their_place_in_memory_are_those_of_torch_or_refused(name: str) -> None:
     fun, call = STRIDED[name], through(STRIDED[name])
     base = torch.arange(24.0)
@@ -524,7 +538,7 @@ def test_different_transforms_of_one_function_are_different_programs() -> None:
 
 @pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.complex128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["det", "slogdet", "logdet", "inv", "solve", "lu"])
+@pytest.mark.parametrize("name", marked(["det", "slogdet", "logdet", "inv", "solve", "lu"], quick=("det", "inv")))
 def test_factorisations_of_matrices_that_are_not_symmetric(name: str, dtype: torch.dtype, layout: str) -> None:
     functions = {
         "det": lambda a: torch.det(a),
@@ -619,8 +633,7 @@ def _changes() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", _changes())
-@pytest.mark.parametrize("kind", ["bound method", "callable", "partial", "lambda"])
+@pytest.mark.parametrize(("kind", "name"), crossed(["bound method", "callable", "partial", "lambda"], _changes()))
 def test_what_an_object_holds_is_never_stale(kind: str, name: str) -> None:
     trainer, x = _Trainer(2.0), torch.randn(3)
     fun: Any = {
@@ -693,16 +706,21 @@ def test_floats_are_inputs_where_the_function_allows_it() -> None:
     "fun",
     [
         lambda x, i: x[i],
-        lambda x, i: x.index_select(0, i.abs()),
+        pytest.param(lambda x, i: x.index_select(0, i.abs()), marks=pytest.mark.slow),
         lambda x, i: x.clone().index_put_((i,), torch.ones(1, 2)),
         lambda x, i: x[:, None].expand(3, 1, 2).sum(1)[i],
-        lambda x, i: torch.take(x, i * 2),
+        pytest.param(lambda x, i: torch.take(x, i * 2), marks=pytest.mark.slow),
         lambda x, i: x.gather(0, i.abs()[:, None]),
         lambda x, i: torch.nn.functional.embedding(i.abs(), x),
-        lambda x, i: x.clone().put(i * 2, torch.ones(1)),
+        pytest.param(lambda x, i: x.clone().put(i * 2, torch.ones(1)), marks=pytest.mark.slow),
         lambda x, i: x[0] * torch.nn.functional.one_hot(i, 2),
-        lambda x, i: torch.func.vmap(lambda i: torch.nn.functional.one_hot(i, 2))(i) * x,
-        lambda x, i: torch.nn.functional.multilabel_margin_loss(x[:1], torch.stack([i.abs(), i.abs()], 1)),
+        pytest.param(
+            lambda x, i: torch.func.vmap(lambda i: torch.nn.functional.one_hot(i, 2))(i) * x, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda x, i: torch.nn.functional.multilabel_margin_loss(x[:1], torch.stack([i.abs(), i.abs()], 1)),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=[
         *("index", "one axis", "written", "after a view", "take", "gather", "embedding", "put"),
@@ -780,7 +798,11 @@ def test_forward_mode_inside_over_writes_into_views() -> None:
         torch.testing.assert_close(as_torch(as_jax(derive(filled)))(x), derive(filled)(x))
 
 
-@pytest.mark.parametrize("k", [np.float64(0.5), np.float32(0.5), np.bool_(True), np.int64(2), np.int8(2)], ids=repr)
+_SLOW_SCALARS = [pytest.param(k, marks=pytest.mark.slow) for k in (np.float32(0.5), np.int8(2))]
+_SCALARS = [np.float64(0.5), np.bool_(True), np.int64(2), *_SLOW_SCALARS]
+
+
+@pytest.mark.parametrize("k", _SCALARS, ids=repr)
 def test_scalars_of_numpy_are_numbers_to_torch(k) -> None:
     functions = [
         lambda x, k: x * k,

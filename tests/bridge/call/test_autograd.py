@@ -89,7 +89,7 @@ def _inputs(shapes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
 
 _SLOW_CHECKED = (
     *("layer norm and attention", "solve", "gather", "products", "module's parameters", "powers and sums"),
-    "softmax of an outer product",
+    *("softmax of an outer product", "module"),
 )
 
 
@@ -177,7 +177,7 @@ def _clipped(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 _SLOW_TRANSFORMED = (
     *("micro_grad", "micro_grad, clipped", "micro_grad, values", "micro_vmap", "micro_vmap, mean"),
-    *("chunked_vmap", "sliced_scan", "jacobian", "jacobian, rows", "hessian"),
+    *("chunked_vmap", "sliced_scan", "jacobian", "jacobian, rows", "hessian", "checkpoint_chunked_scan"),
 )
 
 
@@ -338,7 +338,10 @@ _SLOW_AROUND = (  # compositions of what the others compose, and names for the s
     *("vmap of a vmap", "vmap of a jvp", "vmap of a hessian", "jacrev in chunks", "jacfwd of a jacrev"),
     *("jacrev of a jacrev", "jacfwd of a jacfwd", "batched second gradients", "autograd.functional.jvp"),
     *("autograd.functional.vhp", "autograd.functional.hessian, vectorised", "autograd.functional.jacobian"),
-    *("autograd.functional.vjp", "grad_and_value", "vjp of a tree", "jvp of a tree"),
+    *("autograd.functional.vjp", "grad_and_value", "vjp of a tree", "jvp of a tree", "jacrev of a tree"),
+    *("grad of the second", "vmap over columns", "vmap of one argument", "vmap to another axis", "vmap of a vjp"),
+    *("autograd.functional.hvp", "dual numbers through a backward pass", "grad of a vmap", "jvp of a grad"),
+    *("autograd.functional.hessian", "ensemble"),
 )
 
 
@@ -387,6 +390,7 @@ def _dual_of(f: Fun, x: torch.Tensor, t: torch.Tensor) -> Any:
 _SLOW_MICRO = (
     *(("micro_grad", a) for a in ("vjp", "jvp", "jacrev", "jacfwd", "dual numbers")),
     *((m, a) for m in ("micro_vmap", "microbatch") for a in ("vjp", "jacfwd")),
+    *(("micro_vmap", "jacrev"), ("micro_vmap", "grad"), ("micro_grad", "vmap"), ("microbatch", "jvp")),
 )
 
 
@@ -622,7 +626,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", marked(KEPT, quick=("output kept", "gradient by autograd.grad")))
 def test_residuals_are_freed_by_backward_while_the_output_is_kept(name: str) -> None:
     call, x = _call(_residual), torch.randn(64, requires_grad=True)
     call(x).sum().backward()
@@ -906,7 +910,13 @@ COMPLEX: dict[str, Fun] = {
 }
 
 
-@pytest.mark.parametrize("name", marked(COMPLEX, slow=("absolute value", "matrix product", "angle", "from real")))
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        COMPLEX,
+        slow=("absolute value", "matrix product", "angle", "from real", "product with a conjugate", "holomorphic"),
+    ),
+)
 def test_complex_gradients_of_first_and_second_order(name: str) -> None:
     fun = COMPLEX[name]
     start = torch.randn(3, dtype=torch.complex128)
@@ -996,10 +1006,10 @@ _HELD = _Linear.apply  # bound before
     "layer",
     [
         lambda x, w: _Linear.apply(x, w),
-        lambda x, w: _LinearKept.apply(x, w) * w.sum(),
+        pytest.param(lambda x, w: _LinearKept.apply(x, w) * w.sum(), marks=pytest.mark.slow),
         lambda x, w: _LinearSetUp.apply(_HELD(x, w).tanh(), w),
         pytest.param(lambda x, w: _Linear.apply(x, w * 2), marks=pytest.mark.slow),
-        lambda x, w: _Linear.apply(x.detach(), w),
+        pytest.param(lambda x, w: _Linear.apply(x.detach(), w), marks=pytest.mark.slow),
         lambda x, w: _Linear.apply(x, w.detach()),
         lambda x, w: checkpoint(lambda y: _HELD(_HELD(y, w).sin(), w), x, use_reentrant=False),
     ],
@@ -1106,8 +1116,15 @@ def _retains(x: torch.Tensor) -> torch.Tensor:
     return y.sin()
 
 
+_SLOW_INSIDE = ("decorated by no_grad", "set_grad_enabled", "is_leaf read", "requires_grad_ on an intermediate")
+
+
 @pytest.mark.parametrize(
-    "name", marked(INSIDE, slow=("derivatives", "own backward by context", "gradient in a fresh leaf", "retain_grad"))
+    "name",
+    marked(
+        INSIDE,
+        slow=("derivatives", "own backward by context", "gradient in a fresh leaf", "retain_grad", *_SLOW_INSIDE),
+    ),
 )
 def test_what_is_done_inside_of_the_function_means_what_it_means_in_torch(name: str) -> None:
     fun = INSIDE[name]
@@ -1188,10 +1205,14 @@ DERIVATIVES: dict[str, Callable[[Fun], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("first", ["inference", pytest.param("no_grad", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", marked(DERIVATIVES, slow=("hessian_blocks", "jacobian by rows", "torch.func.grad around"))
+_SLOW_DERIVATIVES = (
+    *("hessian_blocks", "jacobian by rows", "torch.func.grad around", "torch.func.jvp around", "hessian into out"),
+    *("hessian", "torch.func.grad around a scan"),
 )
+
+
+@pytest.mark.parametrize("first", ["inference", pytest.param("no_grad", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", marked(DERIVATIVES, slow=_SLOW_DERIVATIVES))
 def test_derivatives_do_not_depend_on_the_grad_mode_around_nor_on_that_of_an_earlier_call(
     name: str, first: str
 ) -> None:

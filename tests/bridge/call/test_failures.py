@@ -76,7 +76,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
         0
     ].backward(),
 }
-QUICK = ("clipped_backward", "microbatch")
+QUICK = ("microbatch",)
 
 
 @pytest.mark.parametrize("name", marked(CALLS, quick=QUICK))
@@ -215,7 +215,8 @@ def test_programs_of_the_users_own_raise() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["call", pytest.param("microbatch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["call", "microbatch"])
 def test_checks_take_no_memory(name: str, programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     w, i = torch.randn(50, 64).requires_grad_(), torch.arange(4096) % 50
 

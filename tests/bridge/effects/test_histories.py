@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import through
+from helpers import marked, through
 
 Fun = Callable[..., Any]
 
@@ -71,7 +71,7 @@ _FREE: dict[str, Fun] = {  # of x, w, m
 }
 
 
-@pytest.mark.parametrize("name", _FREE)
+@pytest.mark.parametrize("name", marked(_FREE, slow=("added", "chosen by")))
 def test_what_a_backward_pass_does_not_read_may_be_written_to_before_it(name: str) -> None:
     for captured, written, part in itertools.product((False, True), range(3), range(2)):
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import marked
 
 from microtome import torch_api as mt
 from microtome.bridge import as_jax, as_torch
@@ -122,7 +123,9 @@ def _run(name: str, wrap: Callable[[Any], Any]) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*has been compiled")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", marked(STEPS, slow=("a_list", "a_set", "a_dict_in_a_chain", "entries_of_a_list", "part_of_a_tuple"))
+)
 def test_what_is_moved_aside_is_what_stood_there(name: str) -> None:
     assert _run(name, lambda f: as_torch(as_jax(f))) == _run(name, lambda f: f)
 

@@ -374,7 +374,7 @@ def _in_turn(fun: Function, modes: Iterable[bool]) -> list[torch.Tensor] | str:
 
 
 @pytest.mark.parametrize("modes", [(True, False, True, False), (False, True, False, True)], ids=str)
-@pytest.mark.parametrize("name", marked(PROGRAMS, quick=("environment", "set", "class of an object")))
+@pytest.mark.parametrize("name", marked(PROGRAMS, quick=("set", "class of an object")))
 @pytest.mark.filterwarnings("ignore:.* has been compiled 32 times")
 def test_what_is_changed_once_in_each_call_whether_or_not_autograd_records(name: str, modes: tuple[bool, ...]) -> None:
     expected = _in_turn(PROGRAMS[name](), modes)

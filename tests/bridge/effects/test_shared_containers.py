@@ -144,8 +144,7 @@ def test_a_new_container_inside_of_two_others_in_each_call(inner: str, outer: st
     check(lambda: holder(b={}), fun, lambda s: put(find(s.a), get(s.b["there"]) + 1))
 
 
-@pytest.mark.parametrize(("inner", "outer"), crossed(THERE, OUTER))
-@pytest.mark.parametrize("where", ["place", "list", "tuple"])
+@pytest.mark.parametrize(("where", "inner", "outer"), crossed(["place", "list", "tuple"], THERE, OUTER))
 def test_a_container_from_before_the_call_inside_of_a_new_one(inner: str, outer: str, where: str) -> None:
     make, (wrap, find) = THERE[inner], OUTER[outer]
     hold: dict[str, tuple[Make, Make]] = {"place": (lambda c: c, lambda a: a), **OUTER}
@@ -387,8 +386,7 @@ KEPT: dict[str, tuple[Make, Make]] = {"itself": (lambda c: c, lambda kept: kept)
 KEPT["beside a new list"] = lambda c: {"c": c, "n": [1]}, lambda kept: kept["c"]
 
 
-@pytest.mark.parametrize(("given", "outer"), crossed(GIVEN, KEPT))
-@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(("by_name", "given", "outer"), crossed([False, True], GIVEN, KEPT))
 def test_a_container_among_the_arguments_that_is_kept_is_the_callers(given: str, outer: str, by_name: bool) -> None:
     (make, find), (keep, back) = GIVEN[given], KEPT[outer]
     s = holder(a=None, x=None)
@@ -438,8 +436,7 @@ WITH: dict[str, tuple[Callable[[Any, Any], Any], Make]] = {
 }
 
 
-@pytest.mark.parametrize(("anew", "beside"), crossed(ANEW, WITH))
-@pytest.mark.parametrize("changes", [(), (0, 1, 2), (2,)])
+@pytest.mark.parametrize(("changes", "anew", "beside"), crossed([(), (0, 1, 2), (2,)], ANEW, WITH))
 def test_what_is_made_anew_is_so_in_each_call(anew: str, beside: str, changes: tuple[int, ...]) -> None:
     (make, change), (keep, find) = ANEW[anew], WITH[beside]
     s = holder(a=None, t=None)

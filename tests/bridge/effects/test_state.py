@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import crossed, tensors_in, through
+from helpers import crossed, marked, tensors_in, through
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as torch_pytree
@@ -52,6 +52,10 @@ class _Net(nn.Module):
 # Each makes a module, and says what to look at after each call.
 PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Callable[[Any], Any]]]] = {}
 _SLOW: set[str] = set()
+_NEAR = {  # run in few other ways than others
+    *("old norms", "queues", "dataclass", "complex", "nothing at first", "modules exchanged", "membrane"),
+    *("alias of a parameter", "a module in two places", "reset at the start", "the argument"),
+}
 
 
 def program(make: Any = None, *, slow: bool = False) -> Any:
@@ -498,7 +502,7 @@ def _run(name: str, wrap: Callable[[Any], Any]) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW else []) for n in PROGRAMS], ids=str
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW | _NEAR else []) for n in PROGRAMS], ids=str
 )
 def test_state_ends_as_in_torch(name: str) -> None:
     expected, got = _run(name, lambda net: net), _run(name, through)
@@ -546,8 +550,10 @@ def _in_several_places(net: Any, x: torch.Tensor) -> Any:
     return result
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("make", [_of_a_result, _of_an_argument, _of_a_buffer, _of_a_returned_one, _of_nothing])
+@pytest.mark.parametrize(
+    ("make", "calls"),
+    crossed([_of_a_result, _of_an_argument, _of_a_buffer, _of_a_returned_one, _of_nothing], [1, 2]),
+)
 def test_a_tensor_that_is_kept_in_several_places_is_one(make: Any, calls: int) -> None:
     def state(wrap: Any) -> Any:
         net: Any = _Net(_in_several_places, buffer=torch.ones(2), make=make, one=None, rows=None, named=None, counts=[])
@@ -765,8 +771,7 @@ KEPT: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("way", [_chunked, _mapped, _in_a_jit])
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize(("name", "way"), crossed(KEPT, [_chunked, _mapped, _in_a_jit]))
 def test_state_that_is_kept_is_refused_by_name_where_it_has_no_meaning(name: str, way: Any) -> None:
     make, place = KEPT[name]
     net = make()
@@ -992,7 +997,7 @@ def test_state_of_a_constant_form_compiles_for_its_first_forms_only(name: str) -
     assert len(traced._made) <= 2
 
 
-@pytest.mark.parametrize("name", ["membrane", "hidden state, detached", "pair"])
+@pytest.mark.parametrize("name", marked(["membrane", "hidden state, detached", "pair"], quick=("membrane",)))
 def test_states_of_earlier_calls_are_freed(name: str) -> None:
     net, look = PROGRAMS[name]()
     seen = []

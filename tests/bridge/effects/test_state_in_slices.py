@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import marked
 from torch import nn
 
 from microtome import torch_api as mt
@@ -135,7 +136,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", marked(TRANSFORMS, quick=(_QUICK, "microbatch", "clipped_grad")))
 def test_what_each_slice_would_find_in_another_place_is_refused(name: str) -> None:
     for step, place in list(CHANGED.items())[:: 1 if name == _QUICK else 3]:
         net = _Net(step)

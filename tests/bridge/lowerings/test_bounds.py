@@ -64,7 +64,7 @@ WRAPPING_WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 EVERY = READS | WRAPS | WRITES | WRAPPING_WRITES
 OUTSIDE = {name: (3, 7, -9) if name in WRAPS | WRAPPING_WRITES else (3, 7, -1, -9) for name in EVERY}
-QUICK = ("embedding", "cross_entropy")
+QUICK = ("embedding",)
 NAMES = marked(EVERY, quick=QUICK)
 
 

@@ -164,7 +164,19 @@ LOWERINGS: dict[str, tuple[Fun, tuple[torch.Tensor, ...]]] = {
 }
 
 
-_SLOW_LOWERINGS = ("grid_sample", "ctc", "cov", "pdist", "causal mask", "index_reduce amin", "index_reduce mean")
+_SLOW_LOWERINGS = (
+    *("grid_sample", "ctc", "cov", "pdist", "causal mask", "index_reduce amin", "index_reduce mean"),
+    *(
+        "index_reduce prod, T",
+        "index_reduce amax, F",
+        "polygamma 1",
+        "polygamma 3",
+        "polygamma 4",
+        "lgamma",
+        "mvlgamma",
+    ),
+    *("mask of an encoder", "pinv, ", "antialiased bilinear, (9", "antialiased bicubic, (3", "nanmedian"),
+)
 
 
 @pytest.mark.parametrize("name", marked(LOWERINGS, slow=[n for n in LOWERINGS if n.startswith(_SLOW_LOWERINGS)]))
@@ -174,9 +186,11 @@ def test_values_and_gradients(name: str) -> None:
 
 ORDERS = torch.tensor([-1, 0, 1, 2, 3, 7, 12])
 FAMILIES = ["chebyshev_polynomial_", "shifted_chebyshev_polynomial_"]
+POLYNOMIALS = [f + kind for f in FAMILIES for kind in "tuvw"] + ["legendre_polynomial_p"]
+QUICK_POLYNOMIALS = ("chebyshev_polynomial_t", "shifted_chebyshev_polynomial_w", "legendre_polynomial_p")
 
 
-@pytest.mark.parametrize("name", [f + kind for f in FAMILIES for kind in "tuvw"] + ["legendre_polynomial_p"])
+@pytest.mark.parametrize("name", marked(POLYNOMIALS, quick=QUICK_POLYNOMIALS))
 def test_polynomials(name: str) -> None:
     op = getattr(torch.special, name)
     x = torch.tensor([[-1.0], [-0.4], [0.0], [0.7], [1.0], [1.5]], dtype=torch.float64)
@@ -236,7 +250,7 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", marked(GROUPED, slow=("rows", "columns")))
 def test_products_in_groups(name: str) -> None:
     fun, *shapes = GROUPED[name]
     a, b = (_randn(*shape, seed=i).float() for i, shape in enumerate(shapes))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked
 
 from microtome.bridge import as_jax, as_torch
 
@@ -84,7 +85,13 @@ CASES: dict[str, tuple[Fun, Fun, Fun, tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+_NEAR = (  # one gradient of a quotient and one of a reduction are quick
+    *("gradient of a quotient by rows and columns", "gradient of a quotient, mapped", "gradient of the largest"),
+    *("gradient of normalize", "gradient of cosine_similarity"),
+)
+
+
+@pytest.mark.parametrize("name", marked(CASES, slow=_NEAR))
 def test_as_little_memory_as_in_jax(name: str) -> None:
     way, fun, in_jax, shapes = CASES[name]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -147,9 +154,10 @@ _DIVIDED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "half": lambda x, d: x.half() / (300 * d[:, :1]).half(),
     "by another dtype": lambda x, d: x.float() / d[0, 0],
 }
+_FEW = ("by rows", "along all but one axis", "twice", "of a mapped function", "half")
 
 
-@pytest.mark.parametrize("name", _DIVIDED)
+@pytest.mark.parametrize("name", marked(_DIVIDED, quick=_FEW))
 def test_gradients_of_divisors_that_are_spread(name: str) -> None:
     random = torch.Generator().manual_seed(0)
     given = [torch.rand(3, 4, generator=random, dtype=torch.float64) + 0.5 for _ in range(2)]

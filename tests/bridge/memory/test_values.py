@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers import marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -236,7 +237,10 @@ def test_64_bit_types_stay_without_touching_the_setting() -> None:
     assert not jax.config.jax_enable_x64
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+_FEW = (torch.bool, torch.int64, torch.uint32, torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("dtype", marked(DTYPES, quick=_FEW), ids=str)
 def test_arrays_made_by_jax(dtype: torch.dtype) -> None:
     for shape in [(), (0,), (2, 0, 3), (1,), (2, 1, 3), (5, 7)]:
         with versions.enable_x64():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import marked
 from torch import nn
 
 from microtome import torch_api as mt
@@ -135,10 +136,11 @@ FUNCTIONS = {
     "_fitted by SGD": _fitted(torch.optim.SGD),
     "_fitted by Adam": _fitted(torch.optim.Adam),
 }
+_NEAR = ("_fitted by Adam", "_named_and_retained", "_twice", "_of_several", "_fitted_in_backward")
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")  # torch warns of a cycle of references
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", marked(FUNCTIONS, slow=_NEAR))
 def test_it_fills_what_the_function_makes(name: str) -> None:
     fun, xs = FUNCTIONS[name], torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     x = xs[0].clone().requires_grad_(name == "_perturbed")  # the others would add to its .grad, were it a leaf

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers import through
+from helpers import marked, through
 from torch import distributions as D
 
 from microtome import torch_api as mt
@@ -51,7 +51,10 @@ def test_right_parameters_and_values_give_what_eager_torch_gives() -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("name", CASES)
+_NEAR = ("interval", "lower factor", "covariance", "Wishart", "continuous", "value on the simplex", "divergence")
+
+
+@pytest.mark.parametrize("name", marked(CASES, slow=_NEAR))
 def test_what_eager_torch_refuses_is_refused_at_each_call(name: str) -> None:
     fun, right, wrong = CASES[name]
     call = through(fun)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import crossed
 from torch_cases import data
 
 from microtome import torch_api as mt
@@ -17,8 +18,7 @@ t = torch.tensor
 BAGS, ROWS = t([0, 4, 1, 0]), data(5, 2)
 
 
-@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, inf])
+@pytest.mark.parametrize(("norm_type", "kind"), crossed([2.0, 1.0, inf], [torch.nn.Embedding, torch.nn.EmbeddingBag]))
 def test_rows_that_are_looked_up_are_scaled_in_place(kind: Any, norm_type: float) -> None:
     """``max_norm`` writes to the weight, in each call to the rows of that call alone."""
     own, other = (kind(5, 3, max_norm=0.5, norm_type=norm_type) for _ in range(2))
@@ -52,10 +52,19 @@ def test_options_that_torch_refuses(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}, {"proj_size": 2}, {"dtype": torch.float64}],
+    [
+        {},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                *({"num_layers": 2, "bidirectional": True}, {"bias": False}, {"proj_size": 2}),
+                {"dtype": torch.float64},
+            )
+        ),
+    ],
     ids=str,
 )
 def test_an_lstm_under_autocast(dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -81,11 +90,12 @@ def test_an_lstm_under_autocast(dtype: torch.dtype, options: dict[str, Any]) -> 
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "fun",
     [
-        *(torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse),
+        torch.linalg.pinv,
+        *(pytest.param(fun, marks=pytest.mark.slow) for fun in (torch.pinverse, torch.Tensor.pinverse)),
         lambda x: torch.linalg.pinv(x @ x.T + torch.eye(3), hermitian=True),
         lambda x: F.affine_grid(size=[1, 1, 2, 2], theta=x[None, :2], align_corners=False),
         lambda x: torch.affine_grid_generator(x[None, :2], [1, 1, 2, 2], True),

@@ -67,7 +67,7 @@ def _same(fun: Fun, name: str, *xs: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", marked(DTYPES, slow=(torch.float64,)), ids=str)
+@pytest.mark.parametrize("dtype", marked(DTYPES, slow=(torch.float64, torch.bfloat16, torch.uint8)), ids=str)
 def test_a_function_takes_the_dtypes_that_torch_takes(dtype: torch.dtype) -> None:
     for name, fun in OF_ONE.items():
         _same(fun, name, torch.ones(2, 4, dtype=dtype))

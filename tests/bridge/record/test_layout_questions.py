@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import marked
 from torch import nn
 from torch_cases import assert_same
 
@@ -55,7 +56,7 @@ def _viewed_as(x: Any) -> Any:
     return x.view(4, 12) * 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", marked(LAYOUTS, slow=("sliced", "every other")))
 def test_arguments(layout: str) -> None:
     x = LAYOUTS[layout]
     fun = lambda x: (_asks(x), _writes(x))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import through
+from helpers import marked, through
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -102,7 +102,7 @@ _ZEROS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("number", range(len(_ZEROS)))
+@pytest.mark.parametrize("number", marked(range(len(_ZEROS)), slow=(2, 3)))
 def test_a_zero_with_another_sign_is_another_number(number: int) -> None:
     held = types.SimpleNamespace(k=None, left=0.0, pair=(1, 0.0))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import marked
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,7 +157,7 @@ _IN_SLICES: dict[str, Fun] = {
 }
 
 
-@pytest.mark.parametrize("name", _IN_SLICES)
+@pytest.mark.parametrize("name", marked(_IN_SLICES, quick=("micro_vmap", "chunked_vmap")))
 def test_the_grad_mode_in_slices_is_that_of_the_caller(name: str) -> None:
     call, x = _IN_SLICES[name], torch.linspace(-1, 1, 8).view(4, 2)
     leaf = x.clone().requires_grad_()
@@ -275,7 +276,9 @@ def _own_leaf(layer: nn.Linear, kept: dict[str, torch.Tensor]) -> Fun:
     return fun
 
 
-@pytest.mark.parametrize("make", [_left, _returned, _decorated, _gradient, _own_leaf])
+@pytest.mark.parametrize(
+    "make", marked([_left, _returned, _decorated, _gradient, _own_leaf], slow=(_returned, _gradient))
+)
 def test_what_is_computed_where_a_function_switches_autograd_on_has_its_history(make: Fun) -> None:
     def run(transform: Fun) -> Any:
         torch.manual_seed(0)

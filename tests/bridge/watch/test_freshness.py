@@ -1217,7 +1217,8 @@ def _outcome(fun: Any, change: Callable[[], object], settles: bool = False) -> t
 _SLOW_MODULES = (
     *("parameter list", "parameter replaced", "parameter dict", "parameters and buffers in double", "weight norm"),
     *("spectral norm", "submodule of another kind", "forward hook with keywords", "number", "config", "dict"),
-    *("forward hook added", "class patched", "parameter in place"),
+    *("forward hook added", "class patched", "parameter in place", "buffer replaced", "buffer of another shape"),
+    *("state dict assigned", "pruned", "forward of a part replaced", "parameter removed", "every tensor swapped"),
 )
 _SLOW = (  # close to another one that runs always
     *(
@@ -1237,6 +1238,17 @@ _SLOW = (  # close to another one that runs always
     *("attribute of an attribute", "bound method of an attribute", "slot behind a property", "inherited attribute"),
     *("dataclass with slots", "dataclass, replace", "dataclass, list", "frozen dataclass", "state of an optimizer"),
     *("number named by a format", "attribute of a float of the user's", "operator", "iteration", "float", "copy"),
+    *("dataclass, fields", "dataclass, asdict", "attribute named by a format, in place", "attribute dict"),
+    *("closure tensor by set_", "closure tensor through a view", "closure tensor swapped", "attribute added"),
+    *("global function replaced", "attrgetter", "property of the metaclass", "method descriptor of torch", "long list"),
+    *(
+        "dynamic attribute tensor",
+        "dynamic attribute that is looked up in a dict",
+        "object array",
+        "partial with a list",
+    ),
+    *("default dtype", "attribute of an enumeration member", "attribute of a tuple of the user's"),
+    "matrix product precision read inside",
     *(f"module: {change}" for change in _SLOW_MODULES),
 )
 
@@ -1692,7 +1704,14 @@ def _copied(value: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
 
 
-@pytest.mark.parametrize("name", marked(STATES))
+_NEAR_STATES = (
+    *("attribute that is not read", "attribute by name", "attribute of a namespace", "list of activations"),
+    *("last activation in a namespace", "cached constant", "average by data", "average in a list", "toggle"),
+    *("growing buffer", "buffers rotated", "deque that rotates"),
+)
+
+
+@pytest.mark.parametrize("name", marked(STATES, slow=_NEAR_STATES))
 def test_state_that_a_function_changes_ends_as_in_torch_or_is_refused_by_name(name: str) -> None:
     xs, eager = [_x() + i for i in range(3)], []
     fun, read, _ = STATES[name]()
@@ -1829,7 +1848,13 @@ def _multiplier(number: Any) -> Fun:
     return lambda x: x * number
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+_NEAR_ARGUMENTS = (
+    *("frozen set", "frozen dataclass", "bytes", "slice", "dtype", "module to eval", "object with a tensor rebound"),
+    *("number beside the tensor of a dataclass", "string", "set in place", "object in place", "numpy number"),
+)
+
+
+@pytest.mark.parametrize("name", marked(ARGUMENTS, slow=_NEAR_ARGUMENTS))
 def test_arguments_that_are_no_tensors_are_never_stale(name: str) -> None:
     make, change, fun = ARGUMENTS[name]
     keyword = len(name) % 2 == 0  # both ways to pass one are met
@@ -1924,7 +1949,8 @@ def _lives() -> dict[str, Callable[[torch.Tensor], Any]]:
 
 _SLOW_LIVES = (  # containers of a kind with others
     *("in_array", "in_chain_map", "in_class", "in_distribution", "in_long_list", "in_namespace", "in_proxy"),
-    *("in_slots", "in_user_dict"),
+    *("in_slots", "in_user_dict", "closure that requires grad", "partial", "bound method of the tensor"),
+    *("in_optimizer", "default"),
 )
 
 
@@ -1959,7 +1985,7 @@ OPAQUE = {
 }
 
 
-@pytest.mark.parametrize("name", OPAQUE)
+@pytest.mark.parametrize("name", marked(OPAQUE, quick=("object", "module", "unhashable", "lambda")))
 def test_no_cache_keeps_an_argument_alive(name: str) -> None:
     def scope() -> Any:
         w = torch.ones(3)

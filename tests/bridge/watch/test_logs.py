@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import marked
 from torch import nn
 
 from microtome import torch_api as mt
@@ -216,6 +217,7 @@ _CASES = [
     *(_list_of_lists, _defaultdict, _other_object, _same_list_in_another_state, _same_list_for_other_arguments),
     *(_filled_once, _records, _moved_beside),
 ]
+_NEAR = (_tuple, _new_tensor_beside, _defaultdict, _list_of_lists, _counter_beside, _moved_beside)
 
 
 def _run(case: Callable[[], Case], wrap: Callable[..., Any]) -> list[Any]:
@@ -228,7 +230,7 @@ def _run(case: Callable[[], Case], wrap: Callable[..., Any]) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*each time.*")
-@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize("case", marked(_CASES, slow=_NEAR))
 def test_what_stands_beside_a_log_is_read_and_written_at_each_call(case: Callable[[], Case]) -> None:
     assert _run(case, lambda fun: as_torch(as_jax(fun))) == _run(case, lambda fun: fun)
 

@@ -673,12 +673,12 @@ ALWAYS = (
         "reduce",
     ),
     *("partial", "vars", "vars, one more", "vars of the class", "attrgetter", "attrgetter that is captured", "slot"),
-    *("methodcaller", "property of the metaclass", "cached property", "match in order", "format", "asdict", "eval"),
-    *("import_module", "module", "attribute of a tensor", "dict.get", "list.__getitem__", "long list"),
-    *("long list of tensors", "long dict", "object array", "ctypes array", "StringIO", "weak reference", "WeakSet"),
+    *("methodcaller", "property of the metaclass", "cached property", "match in order", "asdict", "eval"),
+    *("import_module", "attribute of a tensor", "dict.get", "list.__getitem__", "long list"),
+    *("object array", "StringIO", "weak reference", "WeakSet"),
     *("object as a key", "nested namespaces", "function in a namespace", "distribution of the user's", "constructor"),
     *("emptied cache", "seed of torch", "thread's name", "class registered at one of the user's", "asyncio.Event"),
-    *("class registered at one of a library", "__repr__", "__repr__, in an f-string", "__repr__, in others"),
+    "__repr__, in an f-string",
 )
 SCENARIOS = {**BY_NAME, **HELD}
 

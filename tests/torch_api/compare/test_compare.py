@@ -50,8 +50,9 @@ def transformer_port(kind: str, fault: str = "", training: bool = False) -> tupl
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "training"), [_SLOW("plain", False), ("plain", True), _SLOW("equinox", False), _SLOW("equinox", True)]
+    ("kind", "training"), [("plain", False), ("plain", True), ("equinox", False), ("equinox", True)]
 )
 def test_a_transformer_and_its_port_agree(kind: str, training: bool) -> None:
     model, fun, params = transformer_port(kind, training=training)
@@ -162,10 +163,11 @@ def test_structures_dtypes_and_complex_numbers() -> None:
 # Faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "training"), [_SLOW("plain", False), ("plain", True), _SLOW("equinox", False), _SLOW("equinox", True)]
+    ("kind", "training"), [("plain", False), ("plain", True), ("equinox", False), ("equinox", True)]
 )
-@pytest.mark.parametrize("fault", [f if f == "shifted mask" else _SLOW(f) for f in FAULTS])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_located(fault: str, kind: str, training: bool) -> None:
     model, fun, params = transformer_port(kind, fault, training)
     report = mt.compare(model, fun, make_tokens(), params=params, gradients=False, locate=True, **ALONE)

@@ -52,7 +52,7 @@ _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("context", "training"),
     [
-        (torch.no_grad, False),
+        _SLOW(torch.no_grad, False),
         (torch.inference_mode, True),
         _SLOW(torch.no_grad, True),
         _SLOW(torch.inference_mode, False),

@@ -67,7 +67,7 @@ def port(p: Any, x: Any, keep: Any, fault: str = "", halves: bool = False) -> An
     return dense("out", jax.nn.softmax(jnp.where(keep[:, None] > 0, scores, -jnp.inf)) @ k)
 
 
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("halves", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_tables_and_masks_neither_convict_nor_hide(halves: bool) -> None:
     """Both are made in another way in JAX: broadcast over the batch or in halves, and by ``where``."""
     for fault in ("core", "out") if halves else ("", "k", "core"):
