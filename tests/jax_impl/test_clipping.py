@@ -659,14 +659,15 @@ def test_the_bound_holds_at_the_ends_of_the_range(kind, scaled, dtype, largest):
 
 
 _CONVOLVED = lambda w, x: jax.lax.conv(x[:, None], w, (1,), "VALID")
-# By name: the rows of an example's inputs and cotangents, and a loss of a weight [6, 5], or [6, 1, 3] to convolve with.
+# By name: the rows of an example's inputs and cotangents, and a loss of a weight [40, 30], so large that the norm of a
+# few rows is taken from products of factors, or [6, 1, 3] to convolve with.
 FACTORED = {
     "a row": (1, lambda w, x, d: jnp.sum((x @ w) * d)),
     "a few rows": (3, lambda w, x, d: jnp.sum((x @ w) * d)),
     "many rows": (60, lambda w, x, d: jnp.sum((x @ w) * d)),
     "used twice": (2, lambda w, x, d: jnp.sum((x @ w) * d) + jnp.sum((d @ w.T) * x)),
     "a product by itself": (1, lambda w, x, d: (x @ w @ d.T)[0, 0]),
-    "a third factor": (40, lambda w, x, d: jnp.sum((x @ (w * jnp.arange(1.0, 6.0))) * d)),
+    "a third factor": (40, lambda w, x, d: jnp.sum((x @ (w * jnp.arange(1.0, 31.0))) * d)),
     "looked up": (4, lambda w, x, d: jnp.sum(w[jnp.array([0, 2, 5, 2])] * d) * x[0, 0]),
     "convolution": (4, lambda w, x, d: jnp.sum(_CONVOLVED(w, x) * d[:, :1, None])),
 }
@@ -680,8 +681,8 @@ def test_factors_whose_own_squares_leave_the_range(name, by, dtype):
     rows, loss = FACTORED[name]
     rng = np.random.default_rng(0)
     sizes = jnp.asarray([1e-20, 1e18, 1e-25, 1e25, 1e-30, 1e30, 1.0], jnp.float32)[:, None, None]
-    x, d = (jnp.asarray(rng.normal(size=(7, rows, n)) * s, dtype) for n, s in ((6, sizes), (5, 1 / sizes)))
-    w = jnp.ones((6, 1, 3) if name == "convolution" else (6, 5), dtype)
+    x, d = (jnp.asarray(rng.normal(size=(7, rows, n)) * s, dtype) for n, s in ((40, sizes), (30, 1 / sizes)))
+    w = jnp.ones((6, 1, 3) if name == "convolution" else (40, 30), dtype)
     real = lambda w, b: loss(w, *b).astype(jnp.float32)
     if by == "clipped_grad":
         grads, aux = clipped_grad(real, l2_clip_norm=0.1, return_grad_norms=True, keep_batch_dim=False)(w, (x, d))
